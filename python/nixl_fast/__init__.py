@@ -1,0 +1,38 @@
+"""Checked, native KV-cache block pairing for disaggregated LLM serving with NIXL.
+
+A `TransferPlan` is made once per peer from two `EngineLayout`\\ s; ``plan.pair(...)`` turns one request's logical block
+ids into the two index arrays that ``nixl_agent.make_prepped_xfer`` takes, or refuses with a typed error.
+"""
+
+from nixl_fast._native import Pairing
+from nixl_fast.errors import (
+    BlockIdError,
+    GeometryError,
+    NixlFastError,
+    PairingError,
+    StalePlanError,
+    TransferError,
+)
+from nixl_fast.layout import ConvProjection, EngineLayout, Group, GroupKind, MambaState, Region
+from nixl_fast.plan import Direction, Side, TransferPlan, expand_block_ids, expand_groups
+
+__all__ = [
+    "BlockIdError",
+    "ConvProjection",
+    "Direction",
+    "EngineLayout",
+    "GeometryError",
+    "Group",
+    "GroupKind",
+    "MambaState",
+    "NixlFastError",
+    "Pairing",
+    "PairingError",
+    "Region",
+    "Side",
+    "StalePlanError",
+    "TransferError",
+    "TransferPlan",
+    "expand_block_ids",
+    "expand_groups",
+]

@@ -1,0 +1,5 @@
+"""Command line."""
+
+import typer
+
+app = typer.Typer()

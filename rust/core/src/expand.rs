@@ -1,0 +1,43 @@
+//! Logical block ids to kernel block ids, for one list.
+
+use crate::error::{Error, Ids, Result};
+use crate::table::MAX_DESCRIPTORS;
+
+/// Kernel block ids of `ids`: logical `b` becomes `b*ratio .. b*ratio + width`.
+///
+/// `width` is how many leading kernel blocks of each logical block are wanted, at most `ratio`: an id past its own
+/// logical block would name a block of somebody else.
+///
+/// ```
+/// # use nixl_fast_core::{expand, Ids};
+/// let ids = Ids { side: None, group: None };
+/// assert_eq!(expand(&[5, 9], 2, 2, ids).unwrap(), [10, 11, 18, 19]);
+/// ```
+pub fn expand(block_ids: &[u32], ratio: u32, width: u32, ids: Ids) -> Result<Vec<i32>> {
+    if ratio == 0 {
+        return Err(Error::Invalid { what: "ratio".to_owned(), value: 0, rule: "1 or more".to_owned() });
+    }
+    if width == 0 || width > ratio {
+        let rule = format!("between 1 and the ratio {ratio}");
+        return Err(Error::Invalid { what: "width".to_owned(), value: width.into(), rule });
+    }
+    // The largest expanded id, b * ratio + width - 1, has to stay below 2^31.
+    let limit = (MAX_DESCRIPTORS + u64::from(ratio - width)) / u64::from(ratio);
+    check_below(block_ids, limit, ids)?;
+    let mut out = Vec::with_capacity(block_ids.len() * width as usize);
+    for &block in block_ids {
+        let first = block * ratio;
+        out.extend((first..first + width).map(|id| id as i32));
+    }
+    Ok(out)
+}
+
+/// Refuses the first id that is not below `limit`.
+pub(crate) fn check_below(block_ids: &[u32], limit: u64, ids: Ids) -> Result<()> {
+    let largest = block_ids.iter().copied().max();
+    if largest.is_none_or(|id| u64::from(id) < limit) {
+        return Ok(());
+    }
+    let bad = block_ids.iter().enumerate().find(|(_, id)| u64::from(**id) >= limit);
+    bad.map_or(Ok(()), |(position, id)| Err(Error::IdTooLarge { ids, position, value: id.to_string(), limit }))
+}

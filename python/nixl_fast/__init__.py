@@ -1,7 +1,7 @@
 """Checked, native KV-cache block pairing for disaggregated LLM serving with NIXL.
 
-A `TransferPlan` is made once per peer from two `EngineLayout`\\ s; ``plan.pair(...)`` turns one request's logical block
-ids into the two index arrays that ``nixl_agent.make_prepped_xfer`` takes, or refuses with a typed error.
+A `TransferPlan` is made once per peer from the layouts of two ranks; ``plan.pair(...)`` turns one request's logical
+block ids into the two index arrays that ``nixl_agent.make_prepped_xfer`` takes, or refuses with a typed error.
 """
 
 from nixl_fast._native import Pairing

@@ -4,6 +4,8 @@ from typing import Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = ["NativePlan", "Pairing", "expand"]
+
 class _Positions(Protocol):
     @property
     def block_tokens(self) -> int: ...
@@ -57,6 +59,7 @@ class _Segment(Protocol):
 def expand(
     block_ids: Sequence[int] | NDArray[np.integer], ratio: int, width: int, group: int | None = None
 ) -> NDArray[np.int32]: ...
+
 @final
 class NativePlan:
     def __new__(cls, read: bool, groups: Sequence[_Group], segments: Sequence[_Segment]) -> NativePlan: ...

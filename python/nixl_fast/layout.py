@@ -162,7 +162,9 @@ class Region(_Checked, frozen=True):
     @property
     def end_addr(self) -> int:
         """Address after the last byte that moves."""
-        return self.base_addr + (self.num_blocks - 1) * self.stride + self.block_len if self.num_blocks else self.base_addr
+        return (
+            self.base_addr + (self.num_blocks - 1) * self.stride + self.block_len if self.num_blocks else self.base_addr
+        )
 
     def overlaps(self, other: Region) -> bool:
         """Whether a kernel block of one shares a byte with a kernel block of the other."""
@@ -331,8 +333,8 @@ class EngineLayout(_Checked, frozen=True):
                 ratio = self.groups[group].blocks_per_logical
                 if region.num_blocks % ratio:
                     raise GeometryError(
-                        f"{name}: {region.num_blocks} kernel blocks are not a multiple of the {ratio} blocks per logical "
-                        f"block of group {group}"
+                        f"{name}: {region.num_blocks} kernel blocks are not a multiple of the {ratio} blocks per "
+                        f"logical block of group {group}"
                     )
             housed.update(groups)
         for group in range(len(self.groups)):
@@ -350,8 +352,8 @@ class EngineLayout(_Checked, frozen=True):
                 room = (ratio - 1) * region.stride + region.block_len
                 if self.mamba.slot_bytes > room:
                     raise GeometryError(
-                        f"mamba region {index}: a state slot of {self.mamba.slot_bytes} bytes does not fit the {room} bytes "
-                        f"of its {ratio} kernel pages"
+                        f"mamba region {index}: a state slot of {self.mamba.slot_bytes} bytes does not fit the {room} "
+                        f"bytes of its {ratio} kernel pages"
                     )
 
     def _check_overlap(self) -> None:

@@ -200,7 +200,8 @@ class TransferPlan:
         ]
         for index, (local, remote) in enumerate(_group_pairs(self.local, self.remote)):
             lines.append(
-                f"group {index} {local.kind}: {ROUTES[local.kind].value}; local {_shape(local)}, remote {_shape(remote)}"
+                f"group {index} {local.kind}: {ROUTES[local.kind].value}; "
+                f"local {_shape(local)}, remote {_shape(remote)}"
             )
         for side, table in (("local", self.local_table), ("remote", self.remote_table)):
             lines.append(f"{side}: {int(table[:, 4].sum())} descriptors in {len(table)} rows")
@@ -297,9 +298,9 @@ def _unit_tokens(index: int, pair: tuple[Group, Group]) -> int:
     split = max(local.kernel_block_size, remote.kernel_block_size) // unit
     if split > MAX_SPLIT:
         raise GeometryError(
-            f"groups[{index}]: kernel blocks of {local.kernel_block_size} tokens (local) and {remote.kernel_block_size} "
-            f"(remote) have only {unit} tokens in common; a kernel block would be cut into {split} units, at most "
-            f"{MAX_SPLIT} are allowed"
+            f"groups[{index}]: kernel blocks of {local.kernel_block_size} tokens (local) and "
+            f"{remote.kernel_block_size} (remote) have only {unit} tokens in common; a kernel block would be cut into "
+            f"{split} units, at most {MAX_SPLIT} are allowed"
         )
     return unit
 
@@ -348,7 +349,7 @@ def _attention_segments(local: EngineLayout, remote: EngineLayout, units: Sequen
             for side, region, split in zip(Side, (ours, theirs), splits, strict=True):
                 if region.block_len % split:
                     raise GeometryError(
-                        f"region {index} ({side}): block_len {region.block_len} cannot be cut into {split} units of equal length"
+                        f"region {index} ({side}): block_len {region.block_len} cannot be cut into {split} units"
                     )
                 lengths.append(region.block_len // split)
             if lengths[0] != lengths[1]:
@@ -379,7 +380,13 @@ def _mamba_segments(local: EngineLayout, remote: EngineLayout) -> Iterator[_Segm
             offset = 0
             for part, length in parts:
                 spans = [
-                    _Span(region.base_addr + offset, region.stride * ratio, region.num_blocks // ratio, 1, region.device_id)
+                    _Span(
+                        region.base_addr + offset,
+                        region.stride * ratio,
+                        region.num_blocks // ratio,
+                        1,
+                        region.device_id,
+                    )
                     for region, ratio in zip(regions, ratios, strict=True)
                 ]
                 yield _SegmentRow(f"mamba region {index} {part}", length, spans[0], spans[1], groups)

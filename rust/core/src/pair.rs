@@ -254,6 +254,12 @@ impl Plan {
         Ok(Self { direction, groups, segments, local, remote })
     }
 
+    /// Who moves the bytes.
+    #[must_use]
+    pub fn direction(&self) -> Direction {
+        self.direction
+    }
+
     /// The groups, in order.
     #[must_use]
     pub fn groups(&self) -> &[Group] {

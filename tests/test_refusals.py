@@ -123,7 +123,7 @@ def test_state_slots_and_kernel_blocks_of_one_page_collide() -> None:
         BlockIdError, match="block id 1 at position 0 of local group 1 was already at position 0 of group 0"
     ):
         plan.pair([[2], [1]], [[0], [1]])
-    assert plan.pair([[3], [1]], [[0], [1]]).num_descs == 3
+    assert plan.pair([[3], [1]], [[0], [1]]).num_bytes == 2 * 64 + 192
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_p21_state_sizes(state_bytes: int) -> None:
     if state_bytes == 2000:
         TransferPlan(hybrid(2000), hybrid(2000))
         return
-    with pytest.raises(GeometryError, match=r"mamba.state_bytes: local 4000, remote 2000"):
+    with pytest.raises(GeometryError, match=r"mamba state of every region: local 4000 bytes .* remote 2000"):
         TransferPlan(hybrid(4000), hybrid(2000))
 
 

@@ -13,21 +13,33 @@ from nixl_fast.errors import (
     StalePlanError,
     TransferError,
 )
-from nixl_fast.layout import ConvProjection, EngineLayout, Group, GroupKind, MambaState, Region
-from nixl_fast.plan import Direction, Side, TransferPlan, expand_block_ids, expand_groups
+from nixl_fast.layout import BlockOrder, ConvProjection, EngineLayout, Group, GroupKind, MambaState, Region
+from nixl_fast.plan import (
+    Direction,
+    Lane,
+    PeerPlans,
+    Side,
+    TransferPlan,
+    expand_block_ids,
+    expand_groups,
+    plan_peer,
+)
 
 __all__ = [
     "BlockIdError",
+    "BlockOrder",
     "ConvProjection",
     "Direction",
     "EngineLayout",
     "GeometryError",
     "Group",
     "GroupKind",
+    "Lane",
     "MambaState",
     "NixlFastError",
     "Pairing",
     "PairingError",
+    "PeerPlans",
     "Region",
     "Side",
     "StalePlanError",
@@ -35,4 +47,5 @@ __all__ = [
     "TransferPlan",
     "expand_block_ids",
     "expand_groups",
+    "plan_peer",
 ]

@@ -28,6 +28,16 @@ class GroupKind(StrEnum):
     MAMBA = "mamba"
 
 
+class BlockOrder(StrEnum):
+    """How the tokens and KV heads of one kernel block follow each other in memory."""
+
+    TOKEN_MAJOR = "token_major"  # noqa: S105
+    """All heads of a token, then the next token (NHD)."""
+
+    HEAD_MAJOR = "head_major"
+    """All tokens of a head, then the next head (HND)."""
+
+
 class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A frozen record whose fields are normalised and checked in ``__post_init__``."""
 
@@ -62,6 +72,14 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise GeometryError(f"{type(self).__name__}.{field}[{index}] must be a {kind.__name__}, got {item!r}")
         self._set(field, items)
 
+    def _enum(self, field: str, kind: type[StrEnum]) -> None:
+        value = getattr(self, field)
+        try:
+            self._set(field, kind(value))
+        except ValueError:
+            known = ", ".join(kind)
+            raise GeometryError(f"{type(self).__name__}.{field} is {value!r}, it must be one of {known}") from None
+
     def _set(self, field: str, value: object) -> None:
         msgspec.structs.force_setattr(self, field, value)
 
@@ -86,11 +104,7 @@ class Group(_Checked, frozen=True):
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        try:
-            self._set("kind", GroupKind(self.kind))
-        except ValueError:
-            known = ", ".join(GroupKind)
-            raise GeometryError(f"Group.kind is {self.kind!r}, it must be one of {known}") from None
+        self._enum("kind", GroupKind)
         size = self._int("block_size", 1, _MAX_COUNT)
         ratio = self._int("blocks_per_logical", 1, _MAX_COUNT)
         self._optional_int("sliding_window", 1, _MAX_COUNT)
@@ -117,7 +131,12 @@ class Region(_Checked, frozen=True):
             group). Groups that share a region share its blocks, so their ids must not collide.
         device_id: Device the memory is on, as NIXL takes it.
         mem_type: ``"DRAM"`` or ``"VRAM"``.
-        replicated: Every tensor-parallel rank holds the same bytes (MLA).
+        replicated: Every tensor-parallel rank holds the same bytes. True for a region of MLA groups whatever it says.
+        layer: Name of what lives here, unique in its layout (``"model.layers.3.attn.k"``). Regions that are named on
+            both sides are matched by name, others by index; pipeline stages need names.
+        order: How tokens and heads follow each other in a block. Unset, a block is taken to allow the one cut that a
+            plan needs: by heads where tensor parallelism differs, by tokens where kernel blocks differ. A plan that
+            needs both cuts of a block of several heads is refused until both sides state their order.
 
     Raises:
         GeometryError: A value out of range, a stride below the length, or a last byte past 2^64.
@@ -131,6 +150,8 @@ class Region(_Checked, frozen=True):
     device_id: int = 0
     mem_type: str = "DRAM"
     replicated: bool = False
+    layer: str | None = None
+    order: BlockOrder | None = None
 
     def __post_init__(self) -> None:
         base = self._int("base_addr", 0, _ADDRESS_SPACE - 1)
@@ -148,6 +169,10 @@ class Region(_Checked, frozen=True):
                 f"Region last byte lies past 2^64: base_addr {base}, {count} blocks of {length} bytes, "
                 f"{self.stride} bytes apart"
             )
+        if self.layer is not None and (not isinstance(self.layer, str) or not self.layer):
+            raise GeometryError(f"Region.layer must be a non-empty string or None, got {self.layer!r}")
+        if self.order is not None:
+            self._enum("order", BlockOrder)
         if self.groups is not None:
             self._tuple("groups", int)
             if len(set(self.groups)) != len(self.groups) or not self.groups or True in map(_is_bool, self.groups):
@@ -165,6 +190,10 @@ class Region(_Checked, frozen=True):
         return (
             self.base_addr + (self.num_blocks - 1) * self.stride + self.block_len if self.num_blocks else self.base_addr
         )
+
+    def title(self, index: int) -> str:
+        """What messages call the region with this index."""
+        return f"region {index}" + (f" ({self.layer})" if self.layer else "")
 
     def overlaps(self, other: Region) -> bool:
         """Whether a kernel block of one shares a byte with a kernel block of the other."""
@@ -248,6 +277,10 @@ class EngineLayout(_Checked, frozen=True):
         num_kv_heads: KV heads of the whole model, before tensor parallelism.
         null_block_id: Placeholder id that some engines put where a sequence has no block; never transferred.
         generation: Number of the registration; a higher one makes plans of the lower ones stale.
+        dcp_size: Decode context parallelism: block ``i`` of a sequence is on the ranks with ``tp_rank % dcp_size`` equal
+            to ``i % dcp_size``, as their block ``i // dcp_size``. Divides ``tp_size``.
+        pp_rank: This pipeline stage among ``pp_size``.
+        pp_size: Number of pipeline stages; above 1 every region needs a ``layer``.
 
     Raises:
         GeometryError: A value out of range, a group that lives nowhere, a block count that a ratio does not divide, a
@@ -263,6 +296,9 @@ class EngineLayout(_Checked, frozen=True):
     num_kv_heads: int = 1
     null_block_id: int | None = None
     generation: int = 0
+    dcp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine_id, str) or not self.engine_id:
@@ -274,6 +310,9 @@ class EngineLayout(_Checked, frozen=True):
         self._int("num_kv_heads", 1, _MAX_COUNT)
         self._optional_int("null_block_id", 0, _MAX_COUNT)
         self._int("generation", 0, _ADDRESS_SPACE - 1)
+        if size % self._int("dcp_size", 1, _MAX_COUNT):
+            raise GeometryError(f"EngineLayout.tp_size {size} is not a multiple of dcp_size {self.dcp_size}")
+        self._int("pp_rank", 0, self._int("pp_size", 1, _MAX_COUNT) - 1)
         if not self.groups:
             raise GeometryError("EngineLayout.groups is empty")
         if self.mamba is not None and not isinstance(self.mamba, MambaState):
@@ -281,6 +320,11 @@ class EngineLayout(_Checked, frozen=True):
         self._check_residence()
         self._check_slots()
         self._check_overlap()
+
+    @property
+    def dcp_rank(self) -> int:
+        """This rank among ``dcp_size`` context-parallel ranks."""
+        return self.tp_rank % self.dcp_size
 
     def is_mamba(self, group: int) -> bool:
         """Whether a group holds state slots rather than tokens."""
@@ -295,9 +339,13 @@ class EngineLayout(_Checked, frozen=True):
     def places(self) -> Iterator[tuple[str, Region, tuple[int, ...]]]:
         """Every region with its name and the groups that live in it, attention first."""
         for index, region in enumerate(self.regions):
-            yield f"region {index}", region, self.residents(region)
+            yield region.title(index), region, self.residents(region)
         for index, region in enumerate(self.mamba.regions if self.mamba else ()):
-            yield f"mamba region {index}", region, self.residents(region, mamba=True)
+            yield f"mamba {region.title(index)}", region, self.residents(region, mamba=True)
+
+    def is_replicated(self, region: Region) -> bool:
+        """Whether every tensor-parallel rank holds the same bytes of a region of ``regions``."""
+        return region.replicated or all(self.groups[group].kind is GroupKind.MLA for group in self.residents(region))
 
     def num_blocks(self, group: int) -> int:
         """Logical blocks of a group; every id is below it."""
@@ -340,6 +388,12 @@ class EngineLayout(_Checked, frozen=True):
         for group in range(len(self.groups)):
             if group not in housed:
                 raise GeometryError(f"group {group} ({self.groups[group].kind}) lives in no region")
+        for names in ([r.layer for r in self.regions], [r.layer for r in self.mamba.regions] if self.mamba else []):
+            named = [name for name in names if name is not None]
+            if len(set(named)) != len(named):
+                raise GeometryError(f"layer {max(named, key=named.count)!r} names two regions")
+            if self.pp_size > 1 and len(named) != len(names):
+                raise GeometryError("a layout of several pipeline stages needs a layer name for every region")
         if self.mamba is not None and not any(map(self.is_mamba, range(len(self.groups)))):
             raise GeometryError("EngineLayout.mamba is given but no group is of kind mamba")
 

@@ -7,8 +7,9 @@ hands the native side a table of numbers. No group kind is looked at again when 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from enum import Enum, StrEnum
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,13 +18,22 @@ from numpy.typing import NDArray
 from nixl_fast import _native
 from nixl_fast._native import Pairing
 from nixl_fast.errors import BlockIdError, GeometryError
-from nixl_fast.layout import EngineLayout, Group, GroupKind, MambaState, Region, describe
+from nixl_fast.geometry import (
+    ROUTES,
+    Route,
+    Share,
+    common_heads,
+    compare,
+    group_rows,
+    kv_heads,
+    matches,
+    segments,
+    unit_tokens,
+)
+from nixl_fast.layout import EngineLayout, GroupKind
 
 BlockIds = Sequence[int] | NDArray[np.integer]
 """Logical block ids of one group: a list or tuple of ints, or a 1-D integer array of any width."""
-
-MAX_SPLIT = 256
-"""Units that one kernel block may be cut into; beyond it the block sizes of the two sides are called incompatible."""
 
 
 class Direction(StrEnum):
@@ -33,21 +43,11 @@ class Direction(StrEnum):
     WRITE = "write"
 
 
-class Route(Enum):
-    """How the block ids of a group become units, and how two lists of them are laid side by side."""
+class Side(StrEnum):
+    """Which of the two ranks of a plan."""
 
-    SEQUENCE = "expanded to kernel blocks, paired by token position from the start of the sequence"
-    WINDOW = "clipped to the window, expanded to kernel blocks, paired by token position"
-    SLOTS = "state slots: never expanded, paired from the end of both lists"
-
-
-ROUTES = {
-    GroupKind.FULL_ATTENTION: Route.SEQUENCE,
-    GroupKind.MLA: Route.SEQUENCE,
-    GroupKind.SLIDING_WINDOW: Route.WINDOW,
-    GroupKind.MAMBA: Route.SLOTS,
-}
-"""What happens to a group of each kind. This is the only place that decides it."""
+    LOCAL = "local"
+    REMOTE = "remote"
 
 
 def expand_block_ids(block_ids: BlockIds, ratio: int, *, width: int | None = None) -> NDArray[np.int32]:
@@ -110,8 +110,24 @@ def expand_groups(
     return out
 
 
+class Lane(NamedTuple):
+    """The part of a plan's lists that has one memory type on each side; NIXL prepares one list per memory type."""
+
+    local_mem_type: str
+    remote_mem_type: str
+    local_table: NDArray[np.uint64]
+    """``uint64[N, 5]`` rows of this lane: addr, len, device, stride, count."""
+    remote_table: NDArray[np.uint64]
+    local_start: int
+    """Descriptor id of the lane's first descriptor in the plan's index space."""
+    remote_start: int
+
+
 class TransferPlan:
     """Everything about this rank and that remote rank which does not depend on a request.
+
+    Made directly, a plan moves all that the two ranks have in common; `plan_peer` makes the plans of several remote
+    ranks such that together they move everything exactly once.
 
     Args:
         local: This rank.
@@ -122,17 +138,32 @@ class TransferPlan:
         GeometryError: The two cannot exchange blocks, or not certainly the right ones; names the field and both values.
     """
 
-    __slots__ = ("_native", "_units", "direction", "local", "remote")
+    __slots__ = ("_native", "_segments", "_units", "direction", "local", "remote")
 
     def __init__(self, local: EngineLayout, remote: EngineLayout, *, direction: Direction = Direction.READ) -> None:
+        compare(local, remote)
+        sliced = any(not local.is_replicated(region) for region in local.regions)
+        self._make(local, remote, direction, Share(common_heads(local, remote) if sliced else range(0), True))
+        if not self._segments:
+            raise GeometryError(
+                f"rank {local.tp_rank} of {local.tp_size} of {local.engine_id} and rank {remote.tp_rank} of "
+                f"{remote.tp_size} of {remote.engine_id} have nothing in common; plan_peer picks the ranks that do"
+            )
+
+    @classmethod
+    def _of(cls, local: EngineLayout, remote: EngineLayout, direction: Direction, share: Share) -> TransferPlan:
+        plan = cls.__new__(cls)
+        plan._make(local, remote, direction, share)
+        return plan
+
+    def _make(self, local: EngineLayout, remote: EngineLayout, direction: Direction, share: Share) -> None:
         self.local = local
         self.remote = remote
         self.direction = Direction(direction)
-        _compare(local, remote)
-        self._units = tuple(_unit_tokens(index, pair) for index, pair in enumerate(_group_pairs(local, remote)))
-        groups = _group_rows(local, remote, self._units)
-        segments = [*_attention_segments(local, remote, self._units), *_mamba_segments(local, remote)]
-        self._native = _native.NativePlan(self.direction is Direction.READ, groups, segments)
+        self._units = unit_tokens(local, remote)
+        self._segments = segments(local, remote, self._units, share)
+        groups = group_rows(local, remote, self._units)
+        self._native = _native.NativePlan(self.direction is Direction.READ, groups, self._segments)
 
     @property
     def unit_tokens(self) -> int:
@@ -192,205 +223,164 @@ class TransferPlan:
         """
         return self._native.pair(local_block_ids, remote_block_ids, num_tokens, num_computed_blocks)
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lists by memory type; one lane unless a layout mixes DRAM and VRAM."""
+        names = list(dict.fromkeys(segment.lane for segment in self._segments))
+        made, starts, tables = [], [0, 0], [self.local_table, self.remote_table]
+        for name in names:
+            parts = []
+            for side, table in enumerate(tables):
+                spans = [
+                    segment.local if side == 0 else segment.remote for segment in self._segments if segment.lane == name
+                ]
+                end = starts[side] + sum(span.blocks * span.split for span in spans)
+                first, last = np.searchsorted(np.cumsum(table[:, 4]), [starts[side], end - 1], side="right")
+                parts.append((table[first : last + 1] if end > starts[side] else table[:0], starts[side]))
+                starts[side] = end
+            made.append(Lane(*name, parts[0][0], parts[1][0], parts[0][1], parts[1][1]))
+        return tuple(made)
+
+    def split(self, pairing: Pairing) -> tuple[tuple[NDArray[np.int32], NDArray[np.int32]], ...]:
+        """A pairing's indices by lane, each counted from its lane's start: ``(local, remote)`` per lane of `lanes`."""
+        lanes = self.lanes
+        if len(lanes) == 1:
+            return ((pairing.local_desc_ids, pairing.remote_desc_ids),)
+        # Indices ascend by lane, so a lane is one slice, equally long on both sides.
+        ids = pairing.local_desc_ids
+        bounds = [int(np.count_nonzero(ids < lane.local_start)) for lane in lanes] + [len(ids)]
+        return tuple(
+            (ids[first:end] - lane.local_start, pairing.remote_desc_ids[first:end] - lane.remote_start)
+            for lane, (first, end) in zip(lanes, pairwise(bounds), strict=True)
+        )
+
     def explain(self) -> str:
         """What each group and region does, for people."""
-        lines = [
-            f"{self.local.engine_id} rank {self.local.tp_rank} {'<-' if self.direction is Direction.READ else '->'} "
-            f"{self.remote.engine_id} rank {self.remote.tp_rank}: {self.direction}, unit {self.unit_tokens} tokens"
-        ]
-        for index, (local, remote) in enumerate(_group_pairs(self.local, self.remote)):
-            lines.append(
-                f"group {index} {local.kind}: {ROUTES[local.kind].value}; "
-                f"local {_shape(local)}, remote {_shape(remote)}"
-            )
-        for side, table in (("local", self.local_table), ("remote", self.remote_table)):
-            lines.append(f"{side}: {int(table[:, 4].sum())} descriptors in {len(table)} rows")
-        return "\n".join(lines)
+        return "explain"
 
     def __repr__(self) -> str:
         return f"TransferPlan({self.local.engine_id!r}, {self.remote.engine_id!r}, direction={self.direction.value!r})"
 
 
-class Side(StrEnum):
-    """Which of the two ranks of a plan."""
+class PeerPlans(tuple[TransferPlan, ...]):
+    """The plans of one rank with a peer's ranks, and who else has to hear of a finished request.
 
-    LOCAL = "local"
-    REMOTE = "remote"
+    Attributes:
+        notify_only: Ranks that this rank moves nothing from or to, but which wait for its notification.
+    """
 
+    notify_only: tuple[EngineLayout, ...]
 
-class _Positions(NamedTuple):
-    block_tokens: int
-    units: int
-    limit: int
-    null: int | None
-    pages: int
-    pool: int
-
-
-class _GroupRow(NamedTuple):
-    slots: bool
-    window: int | None
-    unit_tokens: int
-    local: _Positions
-    remote: _Positions
+    def __new__(cls, plans: Iterable[TransferPlan], notify_only: Iterable[EngineLayout] = ()) -> PeerPlans:
+        """Plans with the ranks that only have to be notified."""
+        made = super().__new__(cls, plans)
+        made.notify_only = tuple(notify_only)
+        return made
 
 
-class _Span(NamedTuple):
-    base: int
-    stride: int
-    blocks: int
-    split: int
-    device: int
+def plan_peer(
+    local: EngineLayout, remote_ranks: Sequence[EngineLayout], *, direction: Direction = Direction.READ
+) -> PeerPlans:
+    """One plan per remote rank that this rank exchanges bytes with.
+
+    For a READ the plans fill every byte of this rank's blocks exactly once: each KV head is read from one rank that has
+    it, replicated regions whole from one rank, state projections from every rank that holds a slice, and layers from
+    their pipeline stage. For a WRITE they are this rank's part of the same, seen from the producer.
+
+    Args:
+        local: This rank.
+        remote_ranks: The layouts of the peer's ranks, all of them: every tensor-parallel rank of every stage.
+        direction: READ if this rank is the consumer, WRITE if it is the producer.
+
+    Returns:
+        The plans, in order of stage and rank, with the ranks that only need a notification.
+
+    Raises:
+        GeometryError: Ranks that contradict each other, a pair that no plan can be made for, or bytes that would be left
+            unwritten or written twice, with their number.
+    """
+    ranks = sorted(remote_ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank))
+    _check_ranks(ranks)
+    plans, notify_only = [], []
+    for remote in ranks:
+        consumer, producer = (local, remote) if Direction(direction) is Direction.READ else (remote, local)
+        share = _share(consumer, producer)
+        if share is None:
+            continue
+        compare(local, remote)
+        plan = TransferPlan._of(local, remote, direction, share)
+        if plan._segments:
+            plans.append(plan)
+        elif any(True for mamba in (False, True) for _ in matches(local, remote, mamba=mamba)):
+            notify_only.append(remote)
+    if Direction(direction) is Direction.READ:
+        _check_coverage(local, plans, ranks)
+    return PeerPlans(plans, notify_only)
 
 
-class _SegmentRow(NamedTuple):
-    name: str
-    len: int
-    local: _Span
-    remote: _Span
-    groups: list[int]
-
-
-def _group_pairs(local: EngineLayout, remote: EngineLayout) -> Iterator[tuple[Group, Group]]:
-    return zip(local.groups, remote.groups, strict=True)
-
-
-def _shape(group: Group) -> str:
-    return f"{group.block_size} tokens a block, ratio {group.blocks_per_logical}"
-
-
-def _compare(local: EngineLayout, remote: EngineLayout) -> None:
-    """Refuses two layouts that differ where both sides have to agree."""
-
-    def same(field: str, ours: object, theirs: object, hint: str = "") -> None:
-        if ours != theirs:
-            raise GeometryError(f"{field}: local {describe(ours)}, remote {describe(theirs)}{hint}")
-
-    same("tp_size", local.tp_size, remote.tp_size, "; unequal tensor parallelism is not supported yet")
-    same("tp_rank", local.tp_rank, remote.tp_rank)
-    same("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
-    same("number of groups", len(local.groups), len(remote.groups))
-    for index, (ours, theirs) in enumerate(_group_pairs(local, remote)):
-        same(f"groups[{index}].kind", ours.kind, theirs.kind)
-        same(f"groups[{index}].sliding_window", ours.sliding_window, theirs.sliding_window)
-    same("number of regions", len(local.regions), len(remote.regions))
-    same("mamba", local.mamba is not None, remote.mamba is not None)
-    if local.mamba and remote.mamba:
-        same("number of mamba regions", len(local.mamba.regions), len(remote.mamba.regions))
-        same("mamba.conv", _conv_sizes(local.mamba), _conv_sizes(remote.mamba))
-        same("mamba.state_bytes", local.mamba.state_bytes, remote.mamba.state_bytes)
-    for (name, region, groups), (_, other, other_groups) in zip(local.places(), remote.places(), strict=True):
-        same(f"{name}: groups", groups, other_groups)
-        same(f"{name}: replicated", region.replicated, other.replicated)
-        same(f"{name}: mem_type", region.mem_type, other.mem_type, "; one list per memory type is not supported yet")
-
-
-def _conv_sizes(state: MambaState) -> tuple[tuple[int, bool], ...]:
-    return tuple((projection.size_bytes, projection.sharded) for projection in state.conv)
-
-
-def _unit_tokens(index: int, pair: tuple[Group, Group]) -> int:
-    """The unit of one group: the greatest common divisor of both kernel blocks."""
-    local, remote = pair
-    if ROUTES[local.kind] is Route.SLOTS:
-        return 0
-    unit = math.gcd(local.kernel_block_size, remote.kernel_block_size)
-    split = max(local.kernel_block_size, remote.kernel_block_size) // unit
-    if split > MAX_SPLIT:
-        raise GeometryError(
-            f"groups[{index}]: kernel blocks of {local.kernel_block_size} tokens (local) and "
-            f"{remote.kernel_block_size} (remote) have only {unit} tokens in common; a kernel block would be cut into "
-            f"{split} units, at most {MAX_SPLIT} are allowed"
-        )
-    return unit
-
-
-def _group_rows(local: EngineLayout, remote: EngineLayout, units: Sequence[int]) -> list[_GroupRow]:
-    pools = (_pools(local), _pools(remote))
-    rows = []
-    for index, (ours, theirs) in enumerate(_group_pairs(local, remote)):
-        slots = ROUTES[ours.kind] is Route.SLOTS
-        sides = [
-            _Positions(
-                block_tokens=group.block_size,
-                units=1 if slots else group.block_size // units[index],
-                limit=layout.num_blocks(index),
-                null=layout.null_block_id,
-                pages=group.blocks_per_logical,
-                pool=pool[index],
-            )
-            for layout, group, pool in zip((local, remote), (ours, theirs), pools, strict=True)
-        ]
-        rows.append(_GroupRow(slots, ours.sliding_window, units[index] or 1, *sides))
-    return rows
-
-
-def _pools(layout: EngineLayout) -> list[int]:
-    """For each group the first group that shares memory with it, page by page."""
-    pool = list(range(len(layout.groups)))
-    homes: dict[tuple[int, int, int, str], int] = {}
-    for _, region, groups in layout.places():
-        key = (region.base_addr, region.stride, region.device_id, region.mem_type)
-        for group in groups:
-            first, second = sorted((pool[homes.setdefault(key, group)], pool[group]))
-            pool = [first if each == second else each for each in pool]
-    return pool
-
-
-def _attention_segments(local: EngineLayout, remote: EngineLayout, units: Sequence[int]) -> Iterator[_SegmentRow]:
-    """One segment per region, or several where its groups cut a block into different numbers of units."""
-    for index, (ours, theirs) in enumerate(zip(local.regions, remote.regions, strict=True)):
-        by_split: dict[tuple[int, int], list[int]] = {}
-        for group in local.residents(ours):
-            sizes = (local.groups[group].kernel_block_size, remote.groups[group].kernel_block_size)
-            by_split.setdefault((sizes[0] // units[group], sizes[1] // units[group]), []).append(group)
-        for splits, groups in by_split.items():
-            lengths = []
-            for side, region, split in zip(Side, (ours, theirs), splits, strict=True):
-                if region.block_len % split:
-                    raise GeometryError(
-                        f"region {index} ({side}): block_len {region.block_len} cannot be cut into {split} units"
-                    )
-                lengths.append(region.block_len // split)
-            if lengths[0] != lengths[1]:
+def _check_ranks(ranks: Sequence[EngineLayout]) -> None:
+    if not ranks:
+        raise GeometryError("remote_ranks is empty")
+    for rank in ranks[1:]:
+        for field in ("engine_id", "tp_size", "dcp_size", "pp_size", "num_kv_heads"):
+            if getattr(rank, field) != getattr(ranks[0], field):
                 raise GeometryError(
-                    f"region {index}: bytes per unit of {units[groups[0]]} tokens: local {lengths[0]} (block_len "
-                    f"{ours.block_len}), remote {lengths[1]} (block_len {theirs.block_len})"
+                    f"remote ranks differ in {field}: {getattr(ranks[0], field)!r} of rank {ranks[0].tp_rank}, "
+                    f"{getattr(rank, field)!r} of rank {rank.tp_rank}"
                 )
-            spans = [_span(region, split) for region, split in zip((ours, theirs), splits, strict=True)]
-            yield _SegmentRow(f"region {index}", lengths[0], spans[0], spans[1], groups)
+    for first, second in pairwise(ranks):
+        if (first.pp_rank, first.tp_rank) == (second.pp_rank, second.tp_rank):
+            raise GeometryError(f"remote rank {first.tp_rank} of stage {first.pp_rank} is given twice")
 
 
-def _span(region: Region, split: int) -> _Span:
-    return _Span(region.base_addr, region.stride, region.num_blocks, split, region.device_id)
+def _share(consumer: EngineLayout, producer: EngineLayout) -> Share | None:
+    """What a consumer rank takes from a producer rank; None if another consumer rank looks after that producer rank."""
+    common = min(consumer.dcp_size, producer.dcp_size)
+    if consumer.dcp_rank % common != producer.dcp_rank % common:
+        return None
+    # Ranks that hold the same blocks stand in a row on each side; a consumer looks after the producers next to it.
+    place, places = consumer.tp_rank // consumer.dcp_size, consumer.tp_size // consumer.dcp_size
+    other, others = producer.tp_rank // producer.dcp_size, producer.tp_size // producer.dcp_size
+    nearest = place * others // places
+    if not nearest <= other < -(-(place + 1) * others // places):
+        return None
+    if all(consumer.is_replicated(region) for region in consumer.regions):
+        return Share(range(0), other == nearest)
+    wanted, held = kv_heads(consumer), kv_heads(producer)
+    # Where ranks outnumber heads, a head is read from the nearest of the ranks that hold it.
+    copies = max(1, producer.tp_size // producer.num_kv_heads)
+    readers = max(1, consumer.tp_size // consumer.num_kv_heads)
+    if producer.tp_rank % copies != consumer.tp_rank % readers * copies // readers:
+        return Share(range(0), other == nearest)
+    return Share(range(max(wanted.start, held.start), min(wanted.stop, held.stop)), other == nearest)
 
 
-def _mamba_segments(local: EngineLayout, remote: EngineLayout) -> Iterator[_SegmentRow]:
-    """Per region the convolution projections, then the temporal state; a block is a slot, spaced by its pages."""
-    if local.mamba is None or remote.mamba is None:
-        return
-    parts = [(f"conv {index}", projection.size_bytes) for index, projection in enumerate(local.mamba.conv)]
-    parts.append(("state", local.mamba.state_bytes))
-    for index, regions in enumerate(zip(local.mamba.regions, remote.mamba.regions, strict=True)):
-        by_ratio: dict[tuple[int, int], list[int]] = {}
-        for group in local.residents(regions[0], mamba=True):
-            ratios = (local.groups[group].blocks_per_logical, remote.groups[group].blocks_per_logical)
-            by_ratio.setdefault(ratios, []).append(group)
-        for ratios, groups in by_ratio.items():
-            offset = 0
-            for part, length in parts:
-                spans = [
-                    _Span(
-                        region.base_addr + offset,
-                        region.stride * ratio,
-                        region.num_blocks // ratio,
-                        1,
-                        region.device_id,
+def _check_coverage(local: EngineLayout, plans: Sequence[TransferPlan], ranks: Sequence[EngineLayout]) -> None:
+    """Refuses plans that together leave a byte of a local block unwritten or write one twice."""
+    covered: dict[tuple[str, int, int], list[range]] = {}
+    for plan in plans:
+        for segment in plan._segments:
+            for group in segment.groups if segment.whole else ():
+                covered.setdefault((segment.region, group, plan.remote.dcp_rank), []).append(segment.local_bytes)
+    common = min(local.dcp_size, ranks[0].dcp_size)
+    residues = [rank for rank in range(ranks[0].dcp_size) if rank % common == local.dcp_rank % common]
+    for name, region, groups in local.places():
+        size = local.mamba.slot_bytes if local.mamba and name.startswith("mamba") else region.block_len
+        for group in groups:
+            for residue in residues:
+                parts = sorted(covered.get((name, group, residue), []), key=lambda part: part.start)
+                written = sum(map(len, parts))
+                end, distinct = 0, 0
+                for part in parts:
+                    distinct += max(0, part.stop - max(part.start, end))
+                    end = max(end, part.stop)
+                if distinct < size or written > distinct:
+                    given = ", ".join(f"{rank.pp_rank}.{rank.tp_rank}" for rank in ranks)
+                    raise GeometryError(
+                        f"{name}, group {group}: of {size} bytes of every block {size - distinct} would stay unwritten "
+                        f"and {written - distinct} be written twice by the remote ranks given (stage.rank: {given}); "
+                        f"the peer has {ranks[0].pp_size} stages of {ranks[0].tp_size} ranks"
                     )
-                    for region, ratio in zip(regions, ratios, strict=True)
-                ]
-                yield _SegmentRow(f"mamba region {index} {part}", length, spans[0], spans[1], groups)
-                offset += length
 
 
 def _count(name: str, value: int) -> int:

@@ -163,3 +163,8 @@ pub enum Error {
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// Refuses a number that breaks `rule`.
+pub(crate) fn ensure(ok: bool, what: impl FnOnce() -> String, value: u64, rule: impl FnOnce() -> String) -> Result<()> {
+    if ok { Ok(()) } else { Err(Error::Invalid { what: what(), value, rule: rule() }) }
+}

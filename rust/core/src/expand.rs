@@ -1,6 +1,6 @@
 //! Logical block ids to kernel block ids, for one list.
 
-use crate::error::{Error, Ids, Result};
+use crate::error::{Error, Ids, Result, ensure};
 use crate::table::MAX_DESCRIPTORS;
 
 /// Kernel block ids of `ids`: logical `b` becomes `b*ratio .. b*ratio + width`.
@@ -14,13 +14,9 @@ use crate::table::MAX_DESCRIPTORS;
 /// assert_eq!(expand(&[5, 9], 2, 2, ids).unwrap(), [10, 11, 18, 19]);
 /// ```
 pub fn expand(block_ids: &[u32], ratio: u32, width: u32, ids: Ids) -> Result<Vec<i32>> {
-    if ratio == 0 {
-        return Err(Error::Invalid { what: "ratio".to_owned(), value: 0, rule: "1 or more".to_owned() });
-    }
-    if width == 0 || width > ratio {
-        let rule = format!("between 1 and the ratio {ratio}");
-        return Err(Error::Invalid { what: "width".to_owned(), value: width.into(), rule });
-    }
+    ensure(ratio > 0, || "ratio".to_owned(), ratio.into(), || "1 or more".to_owned())?;
+    let rule = || format!("between 1 and the ratio {ratio}");
+    ensure((1..=ratio).contains(&width), || "width".to_owned(), width.into(), rule)?;
     // The largest expanded id, b * ratio + width - 1, has to stay below 2^31.
     let limit = (MAX_DESCRIPTORS + u64::from(ratio - width)) / u64::from(ratio);
     check_below(block_ids, limit, ids)?;

@@ -6,9 +6,9 @@
 use std::cmp::{max, min};
 use std::ops::Range;
 
-use crate::error::{Error, Ids, Result, Side};
+use crate::error::{Error, Ids, Result, Side, ensure};
 use crate::expand::check_below;
-use crate::table::{MAX_DESCRIPTORS, Segment, Span, Table};
+use crate::table::{MAX_DESCRIPTORS, Segment, Span, Table, Take};
 
 /// A sequence holds fewer tokens; far beyond any model and far below where positions could overflow.
 const MAX_TOKENS: u64 = 1 << 48;
@@ -71,6 +71,10 @@ pub struct Positions {
     pub pages: u32,
     /// Groups with the same number share memory on this side.
     pub pool: usize,
+    /// Context parallelism: this rank's block `i` is block `i * ranks + rank` of the sequence.
+    pub ranks: u32,
+    /// This rank among `ranks`.
+    pub rank: u32,
 }
 
 /// One group of a plan.
@@ -129,19 +133,19 @@ pub struct Unmoved {
 pub struct GroupPairs {
     /// Paired units, in the order of the consumer's list.
     pub runs: Vec<Run>,
+    /// Units of the logical block that the data does not fill, kept apart where segments take whole blocks.
+    pub partial: Option<Run>,
     /// Listed consumer units that get no data.
     pub unmoved: Vec<Unmoved>,
 }
 
 impl GroupPairs {
-    fn move_unit(&mut self, direction: Direction, consumer: u32, producer: u32, len: u32) {
-        let (local, remote) = match direction {
-            Direction::Read => (consumer, producer),
-            Direction::Write => (producer, consumer),
-        };
+    fn join(&mut self, next: Run) {
         match self.runs.last_mut() {
-            Some(run) if run.local + run.len == local && run.remote + run.len == remote => run.len += len,
-            _ => self.runs.push(Run { local, remote, len }),
+            Some(run) if run.local + run.len == next.local && run.remote + run.len == next.remote => {
+                run.len += next.len;
+            }
+            _ => self.runs.push(next),
         }
     }
 
@@ -153,10 +157,23 @@ impl GroupPairs {
         }
     }
 
-    /// Number of paired units.
-    #[must_use]
-    pub fn units(&self) -> u64 {
-        self.runs.iter().map(|run| u64::from(run.len)).sum()
+    /// Every run, the partial block's last.
+    pub fn all(&self) -> impl Iterator<Item = &Run> {
+        self.runs.iter().chain(&self.partial)
+    }
+
+    /// The runs that a segment takes, in the segment's units.
+    fn taken(&self, take: Take) -> impl Iterator<Item = Run> {
+        let (runs, partial, scale) = match take {
+            Take::All => (self.runs.as_slice(), self.partial, 1),
+            Take::Whole(scale) => (self.runs.as_slice(), None, scale),
+            Take::Rest => (&[][..], self.partial, 1),
+        };
+        let scaled = move |run: &Run| match scale {
+            1 => *run,
+            _ => Run { local: run.local / scale, remote: run.remote / scale, len: run.len / scale },
+        };
+        runs.iter().map(scaled).chain(partial)
     }
 }
 
@@ -181,6 +198,8 @@ pub struct Plan {
     segments: Vec<Segment>,
     local: Table,
     remote: Table,
+    /// Per group, whether a segment takes its logical blocks whole.
+    whole: Vec<bool>,
 }
 
 impl Plan {
@@ -188,70 +207,18 @@ impl Plan {
     pub fn new(direction: Direction, groups: Vec<Group>, segments: Vec<Segment>) -> Result<Self> {
         let local = Table::new(&segments, Side::Local)?;
         let remote = Table::new(&segments, Side::Remote)?;
-        for (index, group) in groups.iter().enumerate() {
-            let invalid = |what: &str, value: u32| {
-                let what = format!("group {index}: {what}");
-                Err(Error::Invalid { what, value: value.into(), rule: "1 or more".to_owned() })
-            };
-            if group.unit_tokens == 0 {
-                return invalid("unit_tokens", group.unit_tokens);
-            }
-            for side in [Side::Local, Side::Remote] {
-                let positions = group.on(side);
-                for (what, value) in [
-                    ("block_tokens", positions.block_tokens),
-                    ("units per block", positions.units),
-                    ("pages per block", positions.pages),
-                ] {
-                    if value == 0 {
-                        return invalid(what, value);
-                    }
-                }
-                if group.order != Order::Slots
-                    && u64::from(positions.units) * u64::from(group.unit_tokens) != positions.block_tokens.into()
-                {
-                    let rule = format!("{} units of {} tokens", positions.units, group.unit_tokens);
-                    return Err(Error::Invalid {
-                        what: format!("group {index}: {side} block_tokens"),
-                        value: positions.block_tokens.into(),
-                        rule,
-                    });
-                }
-                for (what, per_block) in [("units", positions.units), ("pages", positions.pages)] {
-                    let value = u64::from(positions.limit) * u64::from(per_block);
-                    if value > MAX_DESCRIPTORS {
-                        return Err(Error::Invalid {
-                            what: format!("group {index}: {side} {what}"),
-                            value,
-                            rule: "at most 2^31".to_owned(),
-                        });
-                    }
-                }
-                if groups.get(positions.pool).is_none_or(|first| first.on(side).pool != positions.pool) {
-                    let rule = "the first group that shares its memory".to_owned();
-                    return Err(Error::Invalid {
-                        what: format!("group {index}: {side} pool"),
-                        value: positions.pool as u64,
-                        rule,
-                    });
-                }
-                // Every unit of every id below the limit has a descriptor in every segment of the group.
-                let units = u64::from(positions.limit) * u64::from(positions.units);
-                for segment in segments.iter().filter(|segment| segment.groups.contains(&index)) {
-                    let count = segment.span(side).count();
-                    if units > count {
-                        let what = format!("group {index}: {side} units");
-                        let rule = format!("at most the {count} descriptors of {}", segment.name);
-                        return Err(Error::Invalid { what, value: units, rule });
-                    }
-                }
-            }
+        for index in 0..groups.len() {
+            check_group(index, &groups, &segments)?;
         }
-        if let Some(bad) = segments.iter().flat_map(|segment| &segment.groups).find(|group| **group >= groups.len()) {
-            let rule = format!("below the {} groups", groups.len());
-            return Err(Error::Invalid { what: "group of a segment".to_owned(), value: *bad as u64, rule });
+        for &group in segments.iter().flat_map(|segment| &segment.groups) {
+            let rule = || format!("below the {} groups", groups.len());
+            ensure(group < groups.len(), || "group of a segment".to_owned(), group as u64, rule)?;
         }
-        Ok(Self { direction, groups, segments, local, remote })
+        let takes_whole = |index: usize| {
+            segments.iter().any(|segment| segment.groups.contains(&index) && matches!(segment.take, Take::Whole(_)))
+        };
+        let whole = (0..groups.len()).map(takes_whole).collect();
+        Ok(Self { direction, groups, segments, local, remote, whole })
     }
 
     /// Who moves the bytes.
@@ -316,11 +283,10 @@ impl Plan {
         };
         self.check_writers(consumers)?;
         let mut groups = Vec::with_capacity(self.groups.len());
-        for (index, (group, (consumer, producer))) in
-            self.groups.iter().zip(consumers.iter().zip(producers)).enumerate()
-        {
+        let lists = consumers.iter().zip(producers).zip(&self.whole);
+        for (index, (group, ((consumer, producer), &whole))) in self.groups.iter().zip(lists).enumerate() {
             let first = computed.and_then(|computed| computed.get(index).copied().flatten());
-            let request = Request { group, direction: self.direction, consumer, producer, tokens, first };
+            let request = Request { group, direction: self.direction, whole, consumer, producer, tokens, first };
             groups.push(request.pair().map_err(|reason| Error::Pairing { group: index, reason })?);
         }
         Ok(self.count(groups))
@@ -332,7 +298,7 @@ impl Plan {
         let mut out = Vec::with_capacity(pairs.descriptors as usize);
         for (segment, start) in self.segments.iter().zip(self.table(side).starts()) {
             for group in segment.groups.iter().filter_map(|group| pairs.groups.get(*group)) {
-                for run in &group.runs {
+                for run in group.taken(segment.take) {
                     let first = start + run.on(side);
                     out.extend((first..first + run.len).map(|id| id as i32));
                 }
@@ -383,35 +349,82 @@ impl Plan {
 
     fn count(&self, groups: Vec<GroupPairs>) -> Pairs {
         let (mut descriptors, mut runs, mut bytes) = (0, 0, 0);
-        let units: Vec<u64> = groups.iter().map(GroupPairs::units).collect();
         for segment in &self.segments {
-            for &index in &segment.groups {
-                let (Some(group), Some(units)) = (groups.get(index), units.get(index)) else { continue };
+            for group in segment.groups.iter().filter_map(|index| groups.get(*index)) {
+                let mut units = 0;
+                for run in group.taken(segment.take) {
+                    units += u64::from(run.len);
+                    runs += merged(segment, run);
+                }
                 descriptors += units;
                 bytes += units * segment.len;
-                runs += merged(segment, &group.runs);
             }
         }
         Pairs { groups, descriptors, runs, bytes }
     }
 }
 
-/// Descriptors that remain of `runs` in `segment` once neighbours are merged.
-fn merged(segment: &Segment, runs: &[Run]) -> u64 {
-    let gaps = |span: &Span| if span.is_dense(segment.len) { None } else { Some(span.split) };
-    let pieces = |first: u32, len: u32, split: u32| u64::from((first + len - 1) / split - first / split) + 1;
-    match (gaps(&segment.local), gaps(&segment.remote)) {
-        (None, None) => runs.len() as u64,
-        (Some(1), _) | (_, Some(1)) => runs.iter().map(|run| u64::from(run.len)).sum(),
-        (Some(split), None) => runs.iter().map(|run| pieces(run.local, run.len, split)).sum(),
-        (None, Some(split)) => runs.iter().map(|run| pieces(run.remote, run.len, split)).sum(),
-        (Some(local), Some(remote)) => {
-            let starts = |run: &Run| {
-                let inner = (1..run.len)
-                    .filter(|i| (run.local + i).is_multiple_of(local) || (run.remote + i).is_multiple_of(remote));
-                1 + inner.count() as u64
+/// What every later step relies on: no zero size, no unit without a descriptor, nothing past 2^31.
+fn check_group(index: usize, groups: &[Group], segments: &[Segment]) -> Result<()> {
+    let Some(group) = groups.get(index) else { return Ok(()) };
+    let slots = group.order == Order::Slots;
+    for side in [Side::Local, Side::Remote] {
+        let at = group.on(side);
+        let (units, tokens, limit) = (u64::from(at.units), u64::from(at.block_tokens), u64::from(at.limit));
+        let check = |what: &str, value: u64, ok: bool, rule: &dyn Fn() -> String| {
+            ensure(ok, || format!("group {index}: {side} {what}"), value, rule)
+        };
+        for (what, value) in
+            [("block_tokens", tokens), ("units", units), ("pages", at.pages.into()), ("ranks", at.ranks.into())]
+        {
+            check(what, value, value > 0, &|| "1 or more".to_owned())?;
+        }
+        let unit = u64::from(group.unit_tokens);
+        check("block_tokens", tokens, slots || units * unit == tokens, &|| format!("{units} units of {unit} tokens"))?;
+        for (what, value) in [("units", limit * units), ("pages", limit * u64::from(at.pages))] {
+            check(what, value, value <= MAX_DESCRIPTORS, &|| "at most 2^31".to_owned())?;
+        }
+        let first = groups.get(at.pool).is_some_and(|first| first.on(side).pool == at.pool);
+        check("pool", at.pool as u64, first, &|| "the first group that shares its memory".to_owned())?;
+        check("rank", at.rank.into(), at.rank < at.ranks, &|| format!("below the {} ranks", at.ranks))?;
+        for segment in segments.iter().filter(|segment| segment.groups.contains(&index)) {
+            let count = segment.span(side).count();
+            let (needed, scale) = match segment.take {
+                Take::All | Take::Rest => (limit * units, units),
+                Take::Whole(scale) => (limit, scale.into()),
             };
-            runs.iter().map(starts).sum()
+            let what = format!("units per descriptor of {}", segment.name);
+            check(&what, scale, scale == units, &|| format!("the {units} units of a logical block"))?;
+            check("units", needed, needed <= count, &|| {
+                format!("at most the {count} descriptors of {}", segment.name)
+            })?;
+        }
+    }
+    let (local, remote) = (group.local, group.remote);
+    let (more, fewer) = (local.ranks.max(remote.ranks), local.ranks.min(remote.ranks));
+    let what = || format!("group {index}: context-parallel ranks");
+    let common = more.is_multiple_of(fewer) && local.rank % fewer == remote.rank % fewer;
+    ensure(common, what, more.into(), || {
+        format!("a multiple of the other side's {fewer}, on ranks with common blocks")
+    })?;
+    let even = group.order == Order::Start && local.block_tokens == remote.block_tokens && local.units == remote.units;
+    ensure(more == 1 || even, what, more.into(), || {
+        "1, unless both sides have equal blocks paired from the start".to_owned()
+    })
+}
+
+/// Descriptors that remain of a run in `segment` once neighbours are merged.
+fn merged(segment: &Segment, run: Run) -> u64 {
+    let gaps = |span: &Span| if span.is_dense(segment.len) { None } else { Some(span.split) };
+    let pieces = |first: u32, split: u32| u64::from((first + run.len - 1) / split - first / split) + 1;
+    match (gaps(&segment.local), gaps(&segment.remote)) {
+        (None, None) => 1,
+        (Some(1), _) | (_, Some(1)) => run.len.into(),
+        (Some(split), None) => pieces(run.local, split),
+        (None, Some(split)) => pieces(run.remote, split),
+        (Some(local), Some(remote)) => {
+            let starts = |i: &u32| (run.local + i).is_multiple_of(local) || (run.remote + i).is_multiple_of(remote);
+            1 + (1..run.len).filter(starts).count() as u64
         }
     }
 }
@@ -433,6 +446,7 @@ fn check_ids(list: &[u32], positions: &Positions, ids: Ids) -> Result<()> {
 struct Request<'a> {
     group: &'a Group,
     direction: Direction,
+    whole: bool,
     consumer: &'a [u32],
     producer: &'a [u32],
     tokens: Option<u64>,
@@ -460,7 +474,22 @@ impl Request<'_> {
         }
         match self.group.order {
             Order::Slots => self.slots(),
+            Order::Start if self.group.local.ranks > 1 || self.group.remote.ranks > 1 => self.interleaved(),
             Order::Start | Order::Window { .. } => self.by_position(&self.place()?),
+        }
+    }
+
+    /// Adds `len` paired units of one logical block.
+    fn add(&self, out: &mut GroupPairs, consumer: u32, producer: u32, len: u32) {
+        let (local, remote) = match self.direction {
+            Direction::Read => (consumer, producer),
+            Direction::Write => (producer, consumer),
+        };
+        let run = Run { local, remote, len };
+        if self.whole && len < self.group.local.units {
+            out.partial = Some(run);
+        } else {
+            out.join(run);
         }
     }
 
@@ -594,7 +623,7 @@ impl Request<'_> {
                 let len = min(units_p - part, (inside.end - from) as u32);
                 match self.producer.get(index) {
                     Some(id) if producer.null != Some(*id) => {
-                        out.move_unit(self.direction, unit, id * units_p + part, len);
+                        self.add(&mut out, unit, id * units_p + part, len);
                     }
                     _ if from + u64::from(len) > placed.needed => return Err(uncovered(from)),
                     _ => out.leave(unit, len),
@@ -604,6 +633,52 @@ impl Request<'_> {
             }
             out.leave(unit, (end - max(from, at)) as u32);
             at = end;
+        }
+        Ok(out)
+    }
+
+    /// Moves the blocks of the sequence that both ranks hold, of context-parallel engines that deal blocks out in turn.
+    ///
+    /// Blocks that the consumer holds but this producer does not are another plan's: neither moved nor left here.
+    fn interleaved(&self) -> std::result::Result<GroupPairs, String> {
+        let (consumer, producer) = self.sides();
+        let (units, listed) = (u64::from(consumer.units), self.consumer.len() as u64);
+        let (ranks_c, ranks_p) = (u64::from(consumer.ranks), u64::from(producer.ranks));
+        let tokens = self.tokens.filter(|tokens| *tokens < MAX_TOKENS);
+        let Some(tokens) = tokens else {
+            return Err("context-parallel blocks are paired by position; pass num_tokens, below 2^48".to_owned());
+        };
+        let block = u64::from(consumer.block_tokens);
+        let first = match self.first {
+            Some(first) => u64::from(first),
+            None => (tokens.div_ceil(block * ranks_c)).checked_sub(listed).ok_or_else(|| {
+                format!(
+                    "consumer lists {listed} blocks of {block} tokens on each of {ranks_c} ranks but {tokens} tokens need \
+                     fewer; pass num_computed_blocks to place them"
+                )
+            })?,
+        };
+        let end = tokens.div_ceil(self.group.unit_tokens.into());
+        let mut out = GroupPairs::default();
+        for (index, &to) in self.consumer.iter().enumerate().filter(|(_, id)| consumer.null != Some(**id)) {
+            let at = (first + index as u64) * ranks_c + u64::from(consumer.rank);
+            if at % ranks_p != u64::from(producer.rank) {
+                continue;
+            }
+            let moved = end.saturating_sub(at * units).min(units) as u32;
+            let from = self.producer.get((at / ranks_p) as usize).filter(|id| producer.null != Some(**id));
+            match from {
+                _ if moved == 0 => {}
+                Some(from) => self.add(&mut out, to * consumer.units, from * producer.units, moved),
+                None => {
+                    return Err(format!(
+                        "consumer block at position {index} (block {at} of the sequence) has no producer block: consumer lists \
+                         {listed} blocks, producer {}",
+                        self.producer.len()
+                    ));
+                }
+            }
+            out.leave(to * consumer.units + moved, consumer.units - moved);
         }
         Ok(out)
     }
@@ -632,7 +707,7 @@ impl Request<'_> {
                     position + listed - paired
                 ));
             }
-            out.move_unit(self.direction, to, from, 1);
+            self.add(&mut out, to, from, 1);
         }
         for &slot in slots.iter().skip(paired).filter(|slot| consumer.null != Some(**slot)) {
             out.leave(slot, 1);

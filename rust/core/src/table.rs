@@ -3,7 +3,7 @@
 //! A descriptor id is flat: the start of its segment plus the unit's index in the segment. [`Span::unit`] is the last
 //! step of a block id's way to a byte address.
 
-use crate::error::{Error, Result, Side};
+use crate::error::{Error, Result, Side, ensure};
 
 /// Descriptors one list may hold, so that the last id is 2^31 - 1.
 pub const MAX_DESCRIPTORS: u64 = 1 << 31;
@@ -57,12 +57,9 @@ impl Span {
     }
 
     fn check(&self, len: u64, what: impl Fn() -> String) -> Result<()> {
-        let one_or_more = |name: &str, value: u64| {
-            let rule = "1 or more".to_owned();
-            if value == 0 { Err(Error::Invalid { what: format!("{}: {name}", what()), value, rule }) } else { Ok(()) }
-        };
-        one_or_more("bytes per unit", len)?;
-        one_or_more("units per block", self.split.into())?;
+        for (name, value) in [("bytes per unit", len), ("units per block", self.split.into())] {
+            ensure(value > 0, || format!("{}: {name}", what()), value, || "1 or more".to_owned())?;
+        }
         let (stride, split, base, blocks) = (self.stride, self.split, self.base, self.blocks);
         let block = len.checked_mul(split.into());
         if blocks > 1 && block.is_none_or(|bytes| bytes > stride) {
@@ -80,6 +77,17 @@ impl Span {
     }
 }
 
+/// Which of a group's paired units a segment takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Take {
+    /// All of them.
+    All,
+    /// Whole logical blocks, as one descriptor of this many units each.
+    Whole(u32),
+    /// What `Whole` leaves: the units of a logical block that is only partly inside the data.
+    Rest,
+}
+
 /// Memory that both sides address with equally long units: (a part of) one region and its counterpart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
@@ -93,6 +101,8 @@ pub struct Segment {
     pub remote: Span,
     /// Groups whose blocks live here, in the order in which their descriptors are listed.
     pub groups: Vec<usize>,
+    /// Which units of those groups.
+    pub take: Take,
 }
 
 impl Segment {

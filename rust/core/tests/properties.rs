@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use nixl_fast_core::{Direction, Group, Ids, Order, Plan, Positions, Segment, Side, Span, Table, expand};
+use nixl_fast_core::{Direction, Group, Ids, Order, Plan, Positions, Segment, Side, Span, Table, Take, expand};
 use proptest::prelude::*;
 
 const IDS: Ids = Ids { side: None, group: None };
@@ -34,6 +34,8 @@ fn plan() -> impl Strategy<Value = Plan> {
             null,
             pages: ratio,
             pool: 0,
+            ranks: 1,
+            rank: 0,
         };
         let span = |side: (u32, u32, u32, Option<u32>, u64)| {
             let positions = positions(side);
@@ -47,8 +49,14 @@ fn plan() -> impl Strategy<Value = Plan> {
         };
         let direction = if read { Direction::Read } else { Direction::Write };
         let group = Group { order, unit_tokens: 2, local: positions(local), remote: positions(remote) };
-        let segment =
-            Segment { name: "region 0".to_owned(), len: 8, local: span(local), remote: span(remote), groups: vec![0] };
+        let segment = Segment {
+            name: "region 0".to_owned(),
+            len: 8,
+            local: span(local),
+            remote: span(remote),
+            groups: vec![0],
+            take: Take::All,
+        };
         Plan::new(direction, vec![group], vec![segment]).unwrap()
     })
 }
@@ -73,7 +81,7 @@ proptest! {
 
     #[test]
     fn rows_and_expanded_rows_are_the_units_in_order(spans in prop::collection::vec((span(), span()), 0..4)) {
-        let segment = |(local, remote)| Segment { name: String::new(), len: 8, local, remote, groups: vec![] };
+        let segment = |(local, remote)| Segment { name: String::new(), len: 8, local, remote, groups: vec![], take: Take::All };
         let segments: Vec<Segment> = spans.into_iter().map(segment).collect();
         let table = Table::new(&segments, Side::Local).unwrap();
         let units: Vec<u64> = segments
@@ -90,7 +98,7 @@ proptest! {
     #[test]
     fn tables_never_panic(base in any::<u64>(), stride in any::<u64>(), blocks in any::<u32>(), split in any::<u32>(), len in any::<u64>()) {
         let span = Span { base, stride, blocks, split, device: 0 };
-        let segment = Segment { name: String::new(), len, local: span, remote: span, groups: vec![] };
+        let segment = Segment { name: String::new(), len, local: span, remote: span, groups: vec![], take: Take::All };
         // Accepted means that the last byte has an address, in arithmetic that cannot overflow.
         if Table::new(std::slice::from_ref(&segment), Side::Remote).is_ok() && blocks > 0 {
             let last = u128::from(base) + u128::from(blocks - 1) * u128::from(stride) + u128::from(split) * u128::from(len);

@@ -1,7 +1,7 @@
 //! The golden vectors, without Python. `tests/test_vectors.py` runs the same file through the public interface.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::expect_used, clippy::panic, missing_docs)]
 
-use nixl_fast_core::{Direction, Error, Group, Ids, Order, Plan, Positions, Segment, Side, Span, expand};
+use nixl_fast_core::{Direction, Error, Group, Ids, Order, Plan, Positions, Segment, Side, Span, Take, expand};
 use serde_json::Value;
 
 const UNIT_BYTES: u64 = 16;
@@ -54,6 +54,8 @@ fn plan(case: &Value) -> Plan {
             null: sides[side]["null"].as_u64().map(|id| u32::try_from(id).unwrap()),
             pages: 1,
             pool: index,
+            ranks: 1,
+            rank: 0,
         });
         let spans = positions.map(|positions| Span {
             base: 4096,
@@ -78,6 +80,7 @@ fn plan(case: &Value) -> Plan {
             local: spans[0],
             remote: spans[1],
             groups: vec![index],
+            take: Take::All,
         });
     }
     Plan::new(direction, groups, segments).unwrap()
@@ -121,7 +124,7 @@ fn pairing_follows_the_vectors() {
         for (index, expect) in case["expect"].as_array().unwrap().iter().enumerate() {
             let group = &pairs.groups[index];
             let units = |first: fn(&nixl_fast_core::Run) -> u32| -> Vec<u32> {
-                group.runs.iter().flat_map(|run| first(run)..first(run) + run.len).collect()
+                group.all().flat_map(|run| first(run)..first(run) + run.len).collect()
             };
             assert_eq!(units(|run| run.local), numbers(&expect["local"]), "{} local", case["id"]);
             assert_eq!(units(|run| run.remote), numbers(&expect["remote"]), "{} remote", case["id"]);

@@ -58,6 +58,8 @@ struct SegmentRow {
     local: SpanRow,
     remote: SpanRow,
     groups: Vec<usize>,
+    /// Units per descriptor where logical blocks are taken whole, 0 for what that leaves, 1 otherwise.
+    whole: u32,
 }
 
 #[derive(FromPyObject)]
@@ -68,6 +70,8 @@ struct PositionsRow {
     null: Option<u32>,
     pages: u32,
     pool: usize,
+    ranks: u32,
+    rank: u32,
 }
 
 impl From<PositionsRow> for core::Positions {
@@ -79,6 +83,8 @@ impl From<PositionsRow> for core::Positions {
             null: row.null,
             pages: row.pages,
             pool: row.pool,
+            ranks: row.ranks,
+            rank: row.rank,
         }
     }
 }
@@ -119,6 +125,11 @@ impl NativePlan {
             local: row.local.into(),
             remote: row.remote.into(),
             groups: row.groups,
+            take: match row.whole {
+                0 => core::Take::Rest,
+                1 => core::Take::All,
+                units => core::Take::Whole(units),
+            },
         };
         let groups = groups.into_iter().map(group).collect();
         let segments = segments.into_iter().map(segment).collect();
@@ -197,9 +208,9 @@ impl Pairing {
     /// A unit is `unit_tokens` tokens of one kernel block (the kernel block itself where both sides have the same), or a
     /// state slot of a Mamba group. Raises `IndexError` for a group that the plan does not have.
     fn kernel_pairs<'py>(&self, py: Python<'py>, group: usize) -> PyResult<(Ids<'py>, Ids<'py>)> {
-        let runs = &self.group(group)?.runs;
+        let pairs = self.group(group)?;
         let units = |first: fn(&core::Run) -> u32| -> Vec<i32> {
-            runs.iter().flat_map(|run| (first(run)..first(run) + run.len).map(|unit| unit as i32)).collect()
+            pairs.all().flat_map(|run| (first(run)..first(run) + run.len).map(|unit| unit as i32)).collect()
         };
         Ok((units(|run| run.remote).into_pyarray(py), units(|run| run.local).into_pyarray(py)))
     }

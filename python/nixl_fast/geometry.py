@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A row of the native table; the last four fields are for people and for the coverage check."""
+    """A row of the native table; the fields from ``region`` on are for people and for the coverage check."""
 
     name: str
     len: int
@@ -68,6 +68,8 @@ class Segment(NamedTuple):
     lane: tuple[str, str]
     local_bytes: range
     remote_bytes: range
+    assumes: str = ""
+    """What blocks of several heads are taken to keep together, where `Region.order` does not say."""
 
 
 class Positions(NamedTuple):
@@ -346,6 +348,7 @@ def _cut(
     if heads.whole and not by_tokens and ratios[0] == ratios[1] > 1 and dense:
         yield from _logical(match, groups, ratios[0])
         return
+    assumes = "" if order or max(heads.counts) == 1 else "a token" if by_tokens else "" if heads.whole else "a head"
     merged = 1 if per_head or heads.whole else heads.moved  # heads that follow each other on both sides
     for head in range(heads.moved if per_head else 1):
         spans, covered = [], []
@@ -355,7 +358,8 @@ def _cut(
             spans.append(_span(region, offset, split))
             covered.append(range(offset, offset + size * merged))
         label = f"{name} head {head}" if per_head else name
-        yield _segment(label, lengths[0] * merged, spans, groups, match, covered)
+        segment = _segment(label, lengths[0] * merged, spans, groups, match, covered)
+        yield segment._replace(assumes=assumes)
 
 
 def _logical(match: Match, groups: list[int], ratio: int) -> Iterator[Segment]:

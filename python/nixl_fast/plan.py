@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,12 +22,12 @@ from nixl_fast.errors import BlockIdError, GeometryError
 from nixl_fast.geometry import (
     ROUTES,
     Route,
+    Segment,
     Share,
     common_heads,
     compare,
     group_rows,
     kv_heads,
-    matches,
     segments,
     unit_tokens,
 )
@@ -138,12 +139,13 @@ class TransferPlan:
         GeometryError: The two cannot exchange blocks, or not certainly the right ones; names the field and both values.
     """
 
-    __slots__ = ("_native", "_segments", "_units", "direction", "local", "remote")
+    __slots__ = ("_native", "_segments", "_units", "direction", "heads", "local", "remote")
+
+    heads: range
+    """KV heads that this plan moves, counted over the whole model; empty where only replicated bytes or state move."""
 
     def __init__(self, local: EngineLayout, remote: EngineLayout, *, direction: Direction = Direction.READ) -> None:
-        compare(local, remote)
-        sliced = any(not local.is_replicated(region) for region in local.regions)
-        self._make(local, remote, direction, Share(common_heads(local, remote) if sliced else range(0), True))
+        self._make(local, remote, direction, _everything(local, remote))
         if not self._segments:
             raise GeometryError(
                 f"rank {local.tp_rank} of {local.tp_size} of {local.engine_id} and rank {remote.tp_rank} of "
@@ -157,9 +159,11 @@ class TransferPlan:
         return plan
 
     def _make(self, local: EngineLayout, remote: EngineLayout, direction: Direction, share: Share) -> None:
+        compare(local, remote)
         self.local = local
         self.remote = remote
         self.direction = Direction(direction)
+        self.heads = share.heads
         self._units = unit_tokens(local, remote)
         self._segments = segments(local, remote, self._units, share)
         groups = group_rows(local, remote, self._units)
@@ -224,6 +228,11 @@ class TransferPlan:
         return self._native.pair(local_block_ids, remote_block_ids, num_tokens, num_computed_blocks)
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """How the regions are cut, in descriptor order."""
+        return tuple(self._segments)
+
+    @property
     def lanes(self) -> tuple[Lane, ...]:
         """The lists by memory type; one lane unless a layout mixes DRAM and VRAM."""
         names = list(dict.fromkeys(segment.lane for segment in self._segments))
@@ -255,8 +264,10 @@ class TransferPlan:
         )
 
     def explain(self) -> str:
-        """What each group and region does, for people."""
-        return "explain"
+        """What each group and region does, for people; ``nixl-fast explain`` shows the same with a request."""
+        from nixl_fast.explain import render, report  # noqa: PLC0415 - explain is built on plans
+
+        return render(report(self))
 
     def __repr__(self) -> str:
         return f"TransferPlan({self.local.engine_id!r}, {self.remote.engine_id!r}, direction={self.direction.value!r})"
@@ -307,15 +318,42 @@ def plan_peer(
         share = _share(consumer, producer)
         if share is None:
             continue
-        compare(local, remote)
         plan = TransferPlan._of(local, remote, direction, share)
         if plan._segments:
             plans.append(plan)
-        elif any(True for mamba in (False, True) for _ in matches(local, remote, mamba=mamba)):
+        else:
             notify_only.append(remote)
     if Direction(direction) is Direction.READ:
         _check_coverage(local, plans, ranks)
     return PeerPlans(plans, notify_only)
+
+
+def check_pair(local: EngineLayout, remote: EngineLayout) -> None:
+    """Refuses two ranks that can never exchange blocks; two that merely have none in common pass.
+
+    Raises:
+        GeometryError: As `TransferPlan`.
+    """
+    common = min(local.dcp_size, remote.dcp_size)
+    if local.dcp_rank % common == remote.dcp_rank % common:
+        TransferPlan._of(local, remote, Direction.READ, _everything(local, remote))
+
+
+def num_readers(consumer: EngineLayout, producer: EngineLayout) -> int:
+    """How many ranks of the consumer's engine look after a producer rank: read from it or only notify it."""
+    ranks = (msgspec.structs.replace(consumer, tp_rank=rank) for rank in range(consumer.tp_size))
+    return consumer.pp_size * sum(_share(rank, producer) is not None for rank in ranks)
+
+
+def num_sources(consumer: EngineLayout, producer: EngineLayout) -> int:
+    """How many ranks of the producer's engine a consumer rank hears from."""
+    ranks = (msgspec.structs.replace(producer, tp_rank=rank) for rank in range(producer.tp_size))
+    return producer.pp_size * sum(_share(consumer, rank) is not None for rank in ranks)
+
+
+def _everything(local: EngineLayout, remote: EngineLayout) -> Share:
+    sliced = any(not local.is_replicated(region) for region in local.regions)
+    return Share(common_heads(local, remote) if sliced else range(0), True)
 
 
 def _check_ranks(ranks: Sequence[EngineLayout]) -> None:

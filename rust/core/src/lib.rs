@@ -13,5 +13,5 @@ mod table;
 
 pub use error::{Error, Ids, Result, Side};
 pub use expand::expand;
-pub use pair::{Direction, Group, GroupPairs, Order, Pairs, Plan, Positions, Run, Unmoved};
+pub use pair::{Direction, Group, GroupPairs, Order, Pairs, Plan, Positions, Run, Slot, Unmoved};
 pub use table::{MAX_DESCRIPTORS, Segment, Span, Table, Take};

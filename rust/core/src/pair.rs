@@ -157,6 +157,17 @@ impl GroupPairs {
         }
     }
 
+    /// Number of paired units.
+    #[must_use]
+    pub fn units(&self) -> u64 {
+        self.all().map(|run| u64::from(run.len)).sum()
+    }
+
+    /// Whether runs are so short that writing them one by one costs more than adding to a pattern.
+    fn has_short_runs(&self) -> bool {
+        self.units() < 32 * self.runs.len() as u64
+    }
+
     /// Every run, the partial block's last.
     pub fn all(&self) -> impl Iterator<Item = &Run> {
         self.runs.iter().chain(&self.partial)
@@ -295,16 +306,42 @@ impl Plan {
     /// Descriptor indices of `side`: ascending by segment, inside a segment in list order.
     #[must_use]
     pub fn indices(&self, pairs: &Pairs, side: Side) -> Vec<i32> {
-        let mut out = Vec::with_capacity(pairs.descriptors as usize);
-        for (segment, start) in self.segments.iter().zip(self.table(side).starts()) {
-            for group in segment.groups.iter().filter_map(|group| pairs.groups.get(*group)) {
-                for run in group.taken(segment.take) {
-                    let first = start + run.on(side);
-                    out.extend((first..first + run.len).map(|id| id as i32));
+        let mut out = vec![0; pairs.descriptors as usize];
+        self.write_indices(pairs, side, &mut out);
+        out
+    }
+
+    /// Writes what [`Plan::indices`] returns to `out`, which has to hold `pairs.descriptors` indices; returns how many
+    /// were written, always from the front.
+    ///
+    /// Segments of one kind repeat the same units at another start. Long runs are written run by run; short ones are
+    /// written once and then, for every further segment, read back with the difference of the starts added.
+    pub fn write_indices<S: Slot>(&self, pairs: &Pairs, side: Side, out: &mut [S]) -> usize {
+        let mut at = 0;
+        let mut patterns: Vec<Option<(Take, Vec<u32>)>> = vec![None; pairs.groups.len()];
+        let repeats = self.segments.len() > 1;
+        let short: Vec<bool> = pairs.groups.iter().map(|group| repeats && group.has_short_runs()).collect();
+        for (segment, &start) in self.segments.iter().zip(self.table(side).starts()) {
+            for &index in &segment.groups {
+                let (Some(group), Some(pattern)) = (pairs.groups.get(index), patterns.get_mut(index)) else { continue };
+                let Some(slots) = out.get_mut(at..) else { return at };
+                if segment.take == Take::Rest || !short.get(index).is_some_and(|short| *short) {
+                    at += write(slots, group.taken(segment.take), side, start);
+                    continue;
+                }
+                if pattern.as_ref().is_none_or(|(take, _)| *take != segment.take) {
+                    let mut units = vec![0_u32; group.taken(segment.take).map(|run| run.len as usize).sum()];
+                    write(&mut units, group.taken(segment.take), side, 0);
+                    *pattern = Some((segment.take, units));
+                }
+                if let Some((_, units)) = pattern {
+                    // Every sum is an index of the table, checked when the plan was made.
+                    slots.iter_mut().zip(&*units).for_each(|(slot, unit)| slot.put(unit.wrapping_add(start)));
+                    at += units.len().min(slots.len());
                 }
             }
         }
-        out
+        at
     }
 
     /// Refuses an id that the consumer lists twice, in one group or in two that share memory.
@@ -316,10 +353,6 @@ impl Plan {
             if members().count() < 2 && members().all(|(_, (_, list))| list.is_sorted_by(|a, b| a < b)) {
                 continue;
             }
-            let pages = |positions: &Positions, id: u32| {
-                let first = u64::from(id) * u64::from(positions.pages);
-                first..first + u64::from(positions.pages)
-            };
             let bits: u64 = members()
                 .map(|(_, (positions, _))| u64::from(positions.limit) * u64::from(positions.pages))
                 .max()
@@ -328,18 +361,13 @@ impl Plan {
             for (group, (positions, list)) in members() {
                 for (position, &value) in list.iter().enumerate().filter(|(_, id)| positions.null != Some(**id)) {
                     for page in pages(positions, value) {
-                        let Some(word) = seen.get_mut((page / 64) as usize) else { continue };
-                        if *word & (1 << (page % 64)) != 0 {
-                            let ids = Ids { side: Some(side), group: Some(group) };
-                            // Only now, on the way out, is it worth finding the first of the two.
-                            let first = members().find_map(|(index, (other, list))| {
-                                let holds = |id: &u32| other.null != Some(*id) && pages(other, *id).contains(&page);
-                                list.iter().position(holds).map(|at| (index, at))
-                            });
-                            let (first_group, first_position) = first.unwrap_or((group, position));
-                            return Err(Error::IdRepeated { ids, position, value, first_group, first_position });
+                        let (Some(word), bit) = (seen.get_mut((page / 64) as usize), 1 << (page % 64)) else {
+                            continue;
+                        };
+                        if *word & bit != 0 {
+                            return Err(twice(side, (group, position, value), members(), page));
                         }
-                        *word |= 1 << (page % 64);
+                        *word |= bit;
                     }
                 }
             }
@@ -349,15 +377,21 @@ impl Plan {
 
     fn count(&self, groups: Vec<GroupPairs>) -> Pairs {
         let (mut descriptors, mut runs, mut bytes) = (0, 0, 0);
+        // Segments of one shape count alike, and there are as many as layers.
+        let mut last: Vec<Option<(Shape, u64, u64)>> = vec![None; groups.len()];
         for segment in &self.segments {
-            for group in segment.groups.iter().filter_map(|index| groups.get(*index)) {
-                let mut units = 0;
-                for run in group.taken(segment.take) {
-                    units += u64::from(run.len);
-                    runs += merged(segment, run);
-                }
+            let shape = Shape::of(segment);
+            for &index in &segment.groups {
+                let (Some(group), Some(last)) = (groups.get(index), last.get_mut(index)) else { continue };
+                let (_, units, pieces) = match last {
+                    Some(known) if known.0 == shape => *known,
+                    _ => *last.insert((shape, group.taken(segment.take).map(|run| u64::from(run.len)).sum(), {
+                        group.taken(segment.take).map(|run| shape.pieces(run)).sum()
+                    })),
+                };
                 descriptors += units;
                 bytes += units * segment.len;
+                runs += pieces;
             }
         }
         Pairs { groups, descriptors, runs, bytes }
@@ -413,18 +447,101 @@ fn check_group(index: usize, groups: &[Group], segments: &[Segment]) -> Result<(
     })
 }
 
-/// Descriptors that remain of a run in `segment` once neighbours are merged.
-fn merged(segment: &Segment, run: Run) -> u64 {
-    let gaps = |span: &Span| if span.is_dense(segment.len) { None } else { Some(span.split) };
-    let pieces = |first: u32, split: u32| u64::from((first + run.len - 1) / split - first / split) + 1;
-    match (gaps(&segment.local), gaps(&segment.remote)) {
-        (None, None) => 1,
-        (Some(1), _) | (_, Some(1)) => run.len.into(),
-        (Some(split), None) => pieces(run.local, split),
-        (None, Some(split)) => pieces(run.remote, split),
-        (Some(local), Some(remote)) => {
-            let starts = |i: &u32| (run.local + i).is_multiple_of(local) || (run.remote + i).is_multiple_of(remote);
-            1 + (1..run.len).filter(starts).count() as u64
+/// The memory pages of a block.
+fn pages(positions: &Positions, id: u32) -> Range<u64> {
+    let (first, count) = (u64::from(id) * u64::from(positions.pages), u64::from(positions.pages));
+    first..first + count
+}
+
+/// The refusal of a page's second writer; only now, on the way out, is it worth finding the first.
+fn twice<'a>(
+    side: Side,
+    (group, position, value): (usize, usize, u32),
+    mut members: impl Iterator<Item = (usize, (&'a Positions, &'a Vec<u32>))>,
+    page: u64,
+) -> Error {
+    let first = members.find_map(|(index, (other, list))| {
+        let holds = |id: &u32| other.null != Some(*id) && pages(other, *id).contains(&page);
+        list.iter().position(holds).map(|at| (index, at))
+    });
+    let (first_group, first_position) = first.unwrap_or((group, position));
+    Error::IdRepeated {
+        ids: Ids { side: Some(side), group: Some(group) },
+        position,
+        value,
+        first_group,
+        first_position,
+    }
+}
+
+/// Somewhere to write an index to: memory of the caller, initialised or not.
+pub trait Slot {
+    /// Writes an index, which is below 2^31.
+    fn put(&mut self, index: u32);
+}
+
+impl Slot for i32 {
+    fn put(&mut self, index: u32) {
+        *self = index as i32;
+    }
+}
+
+impl Slot for u32 {
+    fn put(&mut self, index: u32) {
+        *self = index;
+    }
+}
+
+impl Slot for std::mem::MaybeUninit<i32> {
+    fn put(&mut self, index: u32) {
+        self.write(index as i32);
+    }
+}
+
+/// Writes the indices of runs from `start` on; returns how many there was room for.
+fn write<S: Slot>(slots: &mut [S], runs: impl Iterator<Item = Run>, side: Side, start: u32) -> usize {
+    let mut at = 0;
+    for run in runs {
+        let first = start.wrapping_add(run.on(side));
+        if run.len == 1 {
+            let Some(slot) = slots.get_mut(at) else { break };
+            slot.put(first);
+            at += 1;
+        } else {
+            let Some(rest) = slots.get_mut(at..) else { break };
+            rest.iter_mut().zip(0..run.len).for_each(|(slot, i)| slot.put(first.wrapping_add(i)));
+            at += rest.len().min(run.len as usize);
+        }
+    }
+    at
+}
+
+/// What of a segment decides how neighbouring descriptors merge.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    take: Take,
+    /// Units between two gaps in memory on each side; `None` where there are no gaps.
+    gaps: (Option<u32>, Option<u32>),
+}
+
+impl Shape {
+    fn of(segment: &Segment) -> Self {
+        let gaps = |span: &Span| if span.is_dense(segment.len) { None } else { Some(span.split) };
+        Self { take: segment.take, gaps: (gaps(&segment.local), gaps(&segment.remote)) }
+    }
+
+    /// Descriptors that remain of a run once neighbours are merged.
+    fn pieces(self, run: Run) -> u64 {
+        let cut = |first: u32, split: u32| u64::from((first + run.len - 1) / split - first / split) + 1;
+        match self.gaps {
+            (None, None) => 1,
+            (Some(1), _) | (_, Some(1)) => run.len.into(),
+            (Some(split), None) => cut(run.local, split),
+            (None, Some(split)) => cut(run.remote, split),
+            (Some(local), Some(remote)) => {
+                let starts = |i: &u32| (run.local + i).is_multiple_of(local) || (run.remote + i).is_multiple_of(remote);
+                1 + (1..run.len).filter(starts).count() as u64
+            }
         }
     }
 }
@@ -605,36 +722,99 @@ impl Request<'_> {
             return Err(uncovered(at));
         }
         let moved = max(wanted.start, covered.start)..min(wanted.end, covered.end);
+        if let Some(out) = self.block_by_block(consumer_range.start, producer_range.start, &moved) {
+            return Ok(out);
+        }
         let mut out = GroupPairs::default();
         let mut at = consumer_range.start;
+        // The producer's list index and unit of the next moved position; positions are consecutive, so it only steps.
+        let offset = moved.start.saturating_sub(producer_range.start);
+        let (mut index, mut part) = ((offset / u64::from(units_p)) as usize, (offset % u64::from(units_p)) as u32);
         for &block in self.consumer {
             let end = at + u64::from(units_c);
-            if consumer.null == Some(block) {
-                at = end;
-                continue;
-            }
-            let first = block * units_c;
             let inside = clamp(&moved, at, end);
-            out.leave(first, (inside.start - at) as u32);
-            let (mut from, mut unit) = (inside.start, first + (inside.start - at) as u32);
-            while from < inside.end {
-                let offset = from - producer_range.start;
-                let (index, part) = ((offset / u64::from(units_p)) as usize, (offset % u64::from(units_p)) as u32);
-                let len = min(units_p - part, (inside.end - from) as u32);
+            let (mut left, skipped) = ((inside.end - inside.start) as u32, (inside.start - at) as u32);
+            let placeholder = consumer.null == Some(block);
+            let mut unit = if placeholder { 0 } else { block * units_c };
+            if !placeholder {
+                out.leave(unit, skipped);
+            }
+            unit += skipped;
+            while left > 0 {
+                let len = min(units_p - part, left);
                 match self.producer.get(index) {
-                    Some(id) if producer.null != Some(*id) => {
-                        self.add(&mut out, unit, id * units_p + part, len);
+                    _ if placeholder => {}
+                    Some(id) if producer.null != Some(*id) => self.add(&mut out, unit, id * units_p + part, len),
+                    _ if inside.end - u64::from(left - len) > placed.needed => {
+                        return Err(uncovered(inside.end - u64::from(left)));
                     }
-                    _ if from + u64::from(len) > placed.needed => return Err(uncovered(from)),
                     _ => out.leave(unit, len),
                 }
-                from += u64::from(len);
                 unit += len;
+                left -= len;
+                part += len;
+                if part == units_p {
+                    (index, part) = (index + 1, 0);
+                }
             }
-            out.leave(unit, (end - max(from, at)) as u32);
+            if !placeholder {
+                out.leave(unit, (end - max(inside.end, at)) as u32);
+            }
             at = end;
         }
         Ok(out)
+    }
+
+    /// The common case of [`Request::by_position`]: blocks of one size on both sides and no placeholder among them.
+    fn block_by_block(&self, consumer_start: u64, producer_start: u64, moved: &Range<u64>) -> Option<GroupPairs> {
+        let (consumer, producer) = self.sides();
+        let units = u64::from(consumer.units);
+        if consumer.units != producer.units || moved.start >= moved.end {
+            return None;
+        }
+        let aligned = |start: u64| moved.start.checked_sub(start).filter(|offset| offset.is_multiple_of(units));
+        let (skip_c, skip_p) = (aligned(consumer_start)? / units, aligned(producer_start)? / units);
+        let (whole, part) = ((moved.end - moved.start) / units, (moved.end - moved.start) % units);
+        let listed = (whole + u64::from(part > 0)) as usize;
+        let (before, rest) = self.consumer.split_at_checked(skip_c as usize)?;
+        let (to, after) = rest.split_at_checked(listed)?;
+        let from = self.producer.get(skip_p as usize..)?.get(..listed)?;
+        let placeholder = |null: Option<u32>, list: &[u32]| null.is_some_and(|null| list.contains(&null));
+        if placeholder(consumer.null, self.consumer) || placeholder(producer.null, from) {
+            return None;
+        }
+        let mut out = GroupPairs::default();
+        for block in before {
+            out.leave(block * consumer.units, consumer.units);
+        }
+        let mut run = (0, 0, 0);
+        for (&to, &from) in to.iter().zip(from).take(whole as usize) {
+            if run.2 > 0 && to == run.0 + run.2 && from == run.1 + run.2 {
+                run.2 += 1;
+            } else {
+                out.runs.extend(self.run(run));
+                run = (to, from, 1);
+            }
+        }
+        out.runs.extend(self.run(run));
+        if let (true, Some(to), Some(from)) = (part > 0, to.last(), from.last()) {
+            self.add(&mut out, to * consumer.units, from * producer.units, part as u32);
+            out.leave(to * consumer.units + part as u32, consumer.units - part as u32);
+        }
+        for block in after {
+            out.leave(block * consumer.units, consumer.units);
+        }
+        Some(out)
+    }
+
+    /// A run of whole blocks of one size on both sides, `(consumer, producer, count)`, in units.
+    fn run(&self, (consumer, producer, count): (u32, u32, u32)) -> Option<Run> {
+        let units = self.group.local.units;
+        let (local, remote) = match self.direction {
+            Direction::Read => (consumer, producer),
+            Direction::Write => (producer, consumer),
+        };
+        (count > 0).then_some(Run { local: local * units, remote: remote * units, len: count * units })
     }
 
     /// Moves the blocks of the sequence that both ranks hold, of context-parallel engines that deal blocks out in turn.

@@ -2,6 +2,7 @@
 
 use nixl_fast_core::{Error, Ids, Plan, Side};
 use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyList, PyTuple};
 
@@ -26,7 +27,7 @@ pub fn read_groups(lists: &Bound<'_, PyAny>, plan: &Plan, side: Side) -> PyResul
 /// The ids of one list; range checks against `limit` are the core's, here it only completes messages.
 pub fn read(list: &Bound<'_, PyAny>, ids: Ids, limit: u64) -> PyResult<Vec<u32>> {
     if let Ok(list) = list.cast::<PyList>() {
-        return list.iter().enumerate().map(|(position, item)| read_item(&item, ids, position, limit)).collect();
+        return read_list(list, ids, limit);
     }
     if let Ok(list) = list.cast::<PyTuple>() {
         return list.iter().enumerate().map(|(position, item)| read_item(&item, ids, position, limit)).collect();
@@ -90,6 +91,28 @@ fn items<'py>(value: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     list.or_else(|_| value.cast::<PyTuple>().map(|tuple| tuple.iter().collect())).ok()
 }
 
+fn read_list(list: &Bound<'_, PyList>, ids: Ids, limit: u64) -> PyResult<Vec<u32>> {
+    let mut out = Vec::with_capacity(list.len());
+    while out.len() < list.len() {
+        let position = out.len();
+        // SAFETY: the position is below the list's length, checked just now with the interpreter lock held; the item is
+        // borrowed from the list and not kept, and reading an exact int runs no Python code that could change the list.
+        // It pays: the safe way costs 12 ns an id instead of 3, for the many thousand ids of a long request.
+        let quick = unsafe {
+            let item = ffi::PyList_GetItem(list.as_ptr(), position as ffi::Py_ssize_t);
+            if ffi::PyLong_CheckExact(item) == 0 { -1 } else { ffi::PyLong_AsLongLong(item) }
+        };
+        if let Ok(id) = u32::try_from(quick) {
+            out.push(id);
+        } else {
+            // Not a plain id after all: say what it is. An int beyond 64 bits has set an error.
+            drop(PyErr::take(list.py()));
+            out.push(read_item(&list.get_item(position)?, ids, position, limit)?);
+        }
+    }
+    Ok(out)
+}
+
 fn read_item(item: &Bound<'_, PyAny>, ids: Ids, position: usize, limit: u64) -> PyResult<u32> {
     if item.is_exact_instance_of::<PyInt>()
         && let Ok(id) = item.extract::<u32>()
@@ -132,18 +155,23 @@ where
     let array = list.cast::<PyArray1<T>>().ok()?;
     let convert = || {
         let array = array.try_readonly().map_err(|error| block_id(list.py(), format!("{ids}: {error}")))?;
-        let one = |(position, value): (usize, &T)| {
-            u32::try_from(*value).map_err(|_| {
-                let value = value.to_string();
-                let error = if value.starts_with('-') {
-                    Error::IdNegative { ids, position, value, limit }
-                } else {
-                    Error::IdTooLarge { ids, position, value, limit }
-                };
-                to_py(list.py(), &error)
-            })
+        let array = array.as_array();
+        let out: Vec<u32> = match array.as_slice() {
+            Some(values) => values.iter().map(|value| u32::try_from(*value).unwrap_or(u32::MAX)).collect(),
+            None => array.iter().map(|value| u32::try_from(*value).unwrap_or(u32::MAX)).collect(),
         };
-        array.as_array().iter().enumerate().map(one).collect()
+        // No table reaches u32::MAX, so where it stands for a value that is no u32, the value is named here.
+        if !out.contains(&u32::MAX) || array.iter().all(|value| u32::try_from(*value).is_ok()) {
+            return Ok(out);
+        }
+        let bad = array.iter().enumerate().find(|(_, value)| u32::try_from(**value).is_err());
+        let (position, value) = bad.map_or((0, String::new()), |(position, value)| (position, value.to_string()));
+        let error = if value.starts_with('-') {
+            Error::IdNegative { ids, position, value, limit }
+        } else {
+            Error::IdTooLarge { ids, position, value, limit }
+        };
+        Err(to_py(list.py(), &error))
     };
     Some(convert())
 }

@@ -3,6 +3,7 @@
 mod errors;
 mod ids;
 
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use nixl_fast_core as core;
@@ -13,7 +14,7 @@ use errors::to_py;
 
 type Ids<'py> = Bound<'py, PyArray1<i32>>;
 
-/// Descriptors above which a call lets other Python threads run. Below it, giving the lock up costs more than it frees.
+/// Ids or indices above which a call lets other Python threads run. Below it, giving the lock up costs more than it frees.
 const DETACH_ABOVE: usize = 1 << 14;
 
 /// `expand_block_ids` of one group; `group` only names it in errors.
@@ -28,11 +29,8 @@ fn expand<'py>(
 ) -> PyResult<Ids<'py>> {
     let ids = core::Ids { side: None, group };
     let blocks = ids::read(block_ids, ids, core::MAX_DESCRIPTORS / u64::from(ratio.max(1)))?;
-    let out = if blocks.len().saturating_mul(width as usize) > DETACH_ABOVE {
-        py.detach(|| core::expand(&blocks, ratio, width, ids))
-    } else {
-        core::expand(&blocks, ratio, width, ids)
-    };
+    let size = blocks.len().saturating_mul(width as usize);
+    let out = detached(py, size, || core::expand(&blocks, ratio, width, ids));
     Ok(out.map_err(|error| to_py(py, &error))?.into_pyarray(py))
 }
 
@@ -162,23 +160,35 @@ impl NativePlan {
         let remote = ids::read_groups(remote_block_ids, &self.plan, core::Side::Remote)?;
         let tokens = num_tokens.map(|value| ids::count(value, "num_tokens")).transpose()?;
         let computed = num_computed_blocks.map(ids::read_computed).transpose()?;
-        let work = || {
-            let pairs = self.plan.pair(&local, &remote, tokens, computed.as_deref())?;
-            let local = self.plan.indices(&pairs, core::Side::Local);
-            let remote = self.plan.indices(&pairs, core::Side::Remote);
-            Ok((pairs, local, remote))
-        };
-        let blocks: usize =
-            local.iter().zip(self.plan.groups()).map(|(ids, group)| ids.len() * group.local.units as usize).sum();
-        let large = blocks.saturating_mul(self.plan.segments().len()) > DETACH_ABOVE;
-        let done = if large { py.detach(work) } else { work() };
-        let (pairs, local, remote) = done.map_err(|error| to_py(py, &error))?;
-        Ok(Pairing {
-            pairs,
-            local_desc_ids: local.into_pyarray(py).unbind(),
-            remote_desc_ids: remote.into_pyarray(py).unbind(),
-        })
+        let work = || self.plan.pair(&local, &remote, tokens, computed.as_deref());
+        let pairs = detached(py, local.iter().map(Vec::len).sum(), work).map_err(|error| to_py(py, &error))?;
+        let local_desc_ids = self.indices(py, &pairs, core::Side::Local)?;
+        let remote_desc_ids = self.indices(py, &pairs, core::Side::Remote)?;
+        Ok(Pairing { pairs, local_desc_ids, remote_desc_ids })
     }
+}
+
+impl NativePlan {
+    /// Writes one side's indices into memory of numpy's, which asks for huge pages where an array is large.
+    fn indices(&self, py: Python<'_>, pairs: &core::Pairs, side: core::Side) -> PyResult<Py<PyArray1<i32>>> {
+        let count = pairs.descriptors as usize;
+        // SAFETY: the array is seen by nobody before its elements are written below, all of them or it is dropped.
+        // It pays: a zeroed array is written twice, and a Vec is not allocated by numpy (benches/README.md).
+        let array = unsafe { PyArray1::<i32>::new(py, [count], false) };
+        // SAFETY: the array is new, contiguous, and of `count` elements, and nothing else refers to it.
+        let slots = unsafe { std::slice::from_raw_parts_mut(array.data().cast::<MaybeUninit<i32>>(), count) };
+        let written = detached(py, count, || self.plan.write_indices(pairs, side, slots));
+        if written == count {
+            Ok(array.unbind())
+        } else {
+            Err(pyo3::exceptions::PyRuntimeError::new_err(format!("wrote {written} of {count} indices")))
+        }
+    }
+}
+
+/// Runs `work`, and lets other Python threads run meanwhile if it is large.
+fn detached<T: Send>(py: Python<'_>, size: usize, work: impl FnOnce() -> T + Send) -> T {
+    if size > DETACH_ABOVE { py.detach(work) } else { work() }
 }
 
 /// What one request moves, and what it deliberately does not.

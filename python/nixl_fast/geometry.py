@@ -80,7 +80,6 @@ class Positions(NamedTuple):
     limit: int
     null: int | None
     pages: int
-    pool: int
     ranks: int
     rank: int
 
@@ -187,7 +186,6 @@ def unit_tokens(local: EngineLayout, remote: EngineLayout) -> tuple[int, ...]:
 
 def group_rows(local: EngineLayout, remote: EngineLayout, units: Sequence[int]) -> list[GroupRow]:
     """The native table's groups."""
-    pools = (_pools(local), _pools(remote))
     rows = []
     for index, groups in enumerate(pairs_of(local, remote)):
         slots = ROUTES[groups[0].kind] is Route.SLOTS
@@ -198,14 +196,23 @@ def group_rows(local: EngineLayout, remote: EngineLayout, units: Sequence[int]) 
                 limit=layout.num_blocks(index),
                 null=layout.null_block_id,
                 pages=group.blocks_per_logical,
-                pool=pool[index],
                 ranks=layout.dcp_size,
                 rank=layout.dcp_rank,
             )
-            for layout, group, pool in zip((local, remote), groups, pools, strict=True)
+            for layout, group in zip((local, remote), groups, strict=True)
         ]
         rows.append(GroupRow(slots, groups[0].sliding_window, units[index] or 1, *sides))
     return rows
+
+
+def sharing(layout: EngineLayout) -> list[list[int]]:
+    """Sets of groups whose blocks lie in the same memory, page for page: an id can be in use by only one of them."""
+    homes: dict[tuple[int, int, int, str], set[int]] = {}
+    for _, region, groups in layout.places():
+        key = (region.base_addr, region.stride, region.device_id, region.mem_type)
+        homes.setdefault(key, set()).update(groups)
+    sets = {frozenset(home) for home in homes.values()}
+    return sorted(sorted(each) for each in sets if not any(each < other for other in sets))
 
 
 def segments(local: EngineLayout, remote: EngineLayout, units: Sequence[int], share: Share) -> list[Segment]:
@@ -222,18 +229,6 @@ def segments(local: EngineLayout, remote: EngineLayout, units: Sequence[int], sh
 def _same(field: str, ours: object, theirs: object) -> None:
     if ours != theirs:
         raise GeometryError(f"{field}: local {describe(ours)}, remote {describe(theirs)}")
-
-
-def _pools(layout: EngineLayout) -> list[int]:
-    """For each group the first group that shares memory with it, page by page."""
-    pool = list(range(len(layout.groups)))
-    homes: dict[tuple[int, int, int, str], int] = {}
-    for _, region, groups in layout.places():
-        key = (region.base_addr, region.stride, region.device_id, region.mem_type)
-        for group in groups:
-            first, second = sorted((pool[homes.setdefault(key, group)], pool[group]))
-            pool = [first if each == second else each for each in pool]
-    return pool
 
 
 def matches(local: EngineLayout, remote: EngineLayout, *, mamba: bool) -> Iterator[Match]:
@@ -373,8 +368,12 @@ def _logical(match: Match, groups: list[int], ratio: int) -> Iterator[Segment]:
     yield _segment(f"{match.name} rest", length, rest, groups, match, covered, whole=0)
 
 
+def _start(region: Region, offset: int) -> int:
+    return region.base_addr + offset if region.num_blocks else 0  # no block, no address
+
+
 def _span(region: Region, offset: int, split: int) -> Span:
-    return Span(region.base_addr + offset, region.stride, region.num_blocks, split, region.device_id)
+    return Span(_start(region, offset), region.stride, region.num_blocks, split, region.device_id)
 
 
 def _segment(
@@ -402,7 +401,7 @@ def _state(local: EngineLayout, remote: EngineLayout, share: Share) -> Iterator[
             for part, length, offsets in parts:
                 spans = [
                     Span(
-                        region.base_addr + offset,
+                        _start(region, offset),
                         region.stride * ratio,
                         region.num_blocks // ratio,
                         1,

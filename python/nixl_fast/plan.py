@@ -29,6 +29,7 @@ from nixl_fast.geometry import (
     group_rows,
     kv_heads,
     segments,
+    sharing,
     unit_tokens,
 )
 from nixl_fast.layout import EngineLayout, GroupKind
@@ -167,7 +168,9 @@ class TransferPlan:
         self._units = unit_tokens(local, remote)
         self._segments = segments(local, remote, self._units, share)
         groups = group_rows(local, remote, self._units)
-        self._native = _native.NativePlan(self.direction is Direction.READ, groups, self._segments)
+        reading = self.direction is Direction.READ
+        shared = sharing(local if reading else remote)
+        self._native = _native.NativePlan(reading, groups, self._segments, shared)
 
     @property
     def unit_tokens(self) -> int:

@@ -69,8 +69,6 @@ pub struct Positions {
     pub null: Option<u32>,
     /// Kernel blocks per logical block, for ids of different groups that live in the same memory.
     pub pages: u32,
-    /// Groups with the same number share memory on this side.
-    pub pool: usize,
     /// Context parallelism: this rank's block `i` is block `i * ranks + rank` of the sequence.
     pub ranks: u32,
     /// This rank among `ranks`.
@@ -207,6 +205,7 @@ pub struct Plan {
     direction: Direction,
     groups: Vec<Group>,
     segments: Vec<Segment>,
+    sharing: Vec<Vec<usize>>,
     local: Table,
     remote: Table,
     /// Per group, whether a segment takes its logical blocks whole.
@@ -215,21 +214,32 @@ pub struct Plan {
 
 impl Plan {
     /// Checks the numbers and numbers the descriptors.
-    pub fn new(direction: Direction, groups: Vec<Group>, segments: Vec<Segment>) -> Result<Self> {
+    ///
+    /// `sharing` names sets of groups whose blocks lie in the same memory of the consumer, page for page, so that no id
+    /// may stand in the lists of two of them; a group may be in several sets.
+    pub fn new(
+        direction: Direction,
+        groups: Vec<Group>,
+        segments: Vec<Segment>,
+        mut sharing: Vec<Vec<usize>>,
+    ) -> Result<Self> {
         let local = Table::new(&segments, Side::Local)?;
         let remote = Table::new(&segments, Side::Remote)?;
         for index in 0..groups.len() {
             check_group(index, &groups, &segments)?;
         }
-        for &group in segments.iter().flat_map(|segment| &segment.groups) {
+        for &group in segments.iter().flat_map(|segment| &segment.groups).chain(sharing.iter().flatten()) {
             let rule = || format!("below the {} groups", groups.len());
-            ensure(group < groups.len(), || "group of a segment".to_owned(), group as u64, rule)?;
+            ensure(group < groups.len(), || "group of a segment or set".to_owned(), group as u64, rule)?;
         }
+        // A group that shares its memory with no other still lists no block twice.
+        let alone = (0..groups.len()).filter(|group| !sharing.iter().flatten().any(|each| each == group));
+        sharing.extend(alone.map(|group| vec![group]).collect::<Vec<_>>());
         let takes_whole = |index: usize| {
             segments.iter().any(|segment| segment.groups.contains(&index) && matches!(segment.take, Take::Whole(_)))
         };
         let whole = (0..groups.len()).map(takes_whole).collect();
-        Ok(Self { direction, groups, segments, local, remote, whole })
+        Ok(Self { direction, groups, segments, sharing, local, remote, whole })
     }
 
     /// Who moves the bytes.
@@ -347,9 +357,9 @@ impl Plan {
     /// Refuses an id that the consumer lists twice, in one group or in two that share memory.
     fn check_writers(&self, consumers: &[Vec<u32>]) -> Result<()> {
         let side = self.direction.consumer();
-        let lists = || self.groups.iter().map(|group| group.on(side)).zip(consumers).enumerate();
-        for (pool, _) in lists().filter(|(index, (positions, _))| positions.pool == *index) {
-            let members = || lists().filter(|(_, (positions, list))| positions.pool == pool && !list.is_empty());
+        for set in &self.sharing {
+            let member = |&index: &usize| Some((index, (self.groups.get(index)?.on(side), consumers.get(index)?)));
+            let members = || set.iter().filter_map(member).filter(|(_, (_, list))| !list.is_empty());
             if members().count() < 2 && members().all(|(_, (_, list))| list.is_sorted_by(|a, b| a < b)) {
                 continue;
             }
@@ -377,22 +387,25 @@ impl Plan {
 
     fn count(&self, groups: Vec<GroupPairs>) -> Pairs {
         let (mut descriptors, mut runs, mut bytes) = (0, 0, 0);
-        // Segments of one shape count alike, and there are as many as layers.
-        let mut last: Vec<Option<(Shape, u64, u64)>> = vec![None; groups.len()];
+        // Segments of one shape and one list of groups count alike, and there are as many as layers.
+        let mut last: Option<(Shape, &[usize], u64, u64)> = None;
         for segment in &self.segments {
             let shape = Shape::of(segment);
-            for &index in &segment.groups {
-                let (Some(group), Some(last)) = (groups.get(index), last.get_mut(index)) else { continue };
-                let (_, units, pieces) = match last {
-                    Some(known) if known.0 == shape => *known,
-                    _ => *last.insert((shape, group.taken(segment.take).map(|run| u64::from(run.len)).sum(), {
-                        group.taken(segment.take).map(|run| shape.pieces(run)).sum()
-                    })),
-                };
-                descriptors += units;
-                bytes += units * segment.len;
-                runs += pieces;
-            }
+            let (_, _, units, pieces) = match last {
+                Some(known) if known.0 == shape && known.1 == segment.groups => known,
+                _ => {
+                    let taken = || {
+                        let groups = segment.groups.iter().filter_map(|index| groups.get(*index));
+                        groups.flat_map(|group| group.taken(segment.take))
+                    };
+                    let units = taken().map(|run| u64::from(run.len)).sum();
+                    (shape, segment.groups.as_slice(), units, shape.pieces(taken()))
+                }
+            };
+            last = Some((shape, &segment.groups, units, pieces));
+            descriptors += units;
+            bytes += units * segment.len;
+            runs += pieces;
         }
         Pairs { groups, descriptors, runs, bytes }
     }
@@ -418,8 +431,6 @@ fn check_group(index: usize, groups: &[Group], segments: &[Segment]) -> Result<(
         for (what, value) in [("units", limit * units), ("pages", limit * u64::from(at.pages))] {
             check(what, value, value <= MAX_DESCRIPTORS, &|| "at most 2^31".to_owned())?;
         }
-        let first = groups.get(at.pool).is_some_and(|first| first.on(side).pool == at.pool);
-        check("pool", at.pool as u64, first, &|| "the first group that shares its memory".to_owned())?;
         check("rank", at.rank.into(), at.rank < at.ranks, &|| format!("below the {} ranks", at.ranks))?;
         for segment in segments.iter().filter(|segment| segment.groups.contains(&index)) {
             let count = segment.span(side).count();
@@ -530,17 +541,35 @@ impl Shape {
         Self { take: segment.take, gaps: (gaps(&segment.local), gaps(&segment.remote)) }
     }
 
-    /// Descriptors that remain of a run once neighbours are merged.
-    fn pieces(self, run: Run) -> u64 {
+    /// Descriptors that remain of consecutive runs once neighbours are merged.
+    fn pieces(self, runs: impl Iterator<Item = Run>) -> u64 {
+        let mut end = None;
+        let mut pieces = 0;
+        for run in runs {
+            pieces += self.parts(run);
+            // The first unit of a group may follow the last one of the group before.
+            pieces -= u64::from(end == Some((run.local, run.remote)) && !self.breaks(run.local, run.remote));
+            end = Some((run.local + run.len, run.remote + run.len));
+        }
+        pieces
+    }
+
+    /// Whether memory has a gap before this unit on either side.
+    fn breaks(self, local: u32, remote: u32) -> bool {
+        let gap = |split: Option<u32>, unit: u32| split.is_some_and(|split| unit.is_multiple_of(split));
+        gap(self.gaps.0, local) || gap(self.gaps.1, remote)
+    }
+
+    /// Descriptors that remain of one run.
+    fn parts(self, run: Run) -> u64 {
         let cut = |first: u32, split: u32| u64::from((first + run.len - 1) / split - first / split) + 1;
         match self.gaps {
             (None, None) => 1,
             (Some(1), _) | (_, Some(1)) => run.len.into(),
             (Some(split), None) => cut(run.local, split),
             (None, Some(split)) => cut(run.remote, split),
-            (Some(local), Some(remote)) => {
-                let starts = |i: &u32| (run.local + i).is_multiple_of(local) || (run.remote + i).is_multiple_of(remote);
-                1 + (1..run.len).filter(starts).count() as u64
+            (Some(_), Some(_)) => {
+                1 + (1..run.len).filter(|i| self.breaks(run.local + i, run.remote + i)).count() as u64
             }
         }
     }
@@ -717,12 +746,16 @@ impl Request<'_> {
                 self.producer.len()
             )
         };
-        if needed.start < needed.end && (needed.start < covered.start || needed.end > covered.end) {
-            let at = if needed.start < covered.start { needed.start } else { max(needed.start, covered.end) };
-            return Err(uncovered(at));
-        }
+        // The first position of `start..end` that the consumer cannot do without and the producer does not list.
+        let missing = |start: u64, end: u64| {
+            let needed = clamp(&needed, start, end);
+            let first = if needed.start < covered.start { needed.start } else { max(needed.start, covered.end) };
+            (first < needed.end).then_some(first)
+        };
         let moved = max(wanted.start, covered.start)..min(wanted.end, covered.end);
-        if let Some(out) = self.block_by_block(consumer_range.start, producer_range.start, &moved) {
+        if missing(wanted.start, max(wanted.start, wanted.end)).is_none()
+            && let Some(out) = self.block_by_block(consumer_range.start, producer_range.start, &moved)
+        {
             return Ok(out);
         }
         let mut out = GroupPairs::default();
@@ -737,6 +770,9 @@ impl Request<'_> {
             let placeholder = consumer.null == Some(block);
             let mut unit = if placeholder { 0 } else { block * units_c };
             if !placeholder {
+                if let Some(position) = missing(at, end) {
+                    return Err(uncovered(position));
+                }
                 out.leave(unit, skipped);
             }
             unit += skipped;

@@ -33,7 +33,6 @@ fn plan() -> impl Strategy<Value = Plan> {
             limit,
             null,
             pages: ratio,
-            pool: 0,
             ranks: 1,
             rank: 0,
         };
@@ -57,7 +56,7 @@ fn plan() -> impl Strategy<Value = Plan> {
             groups: vec![0],
             take: Take::All,
         };
-        Plan::new(direction, vec![group], vec![segment]).unwrap()
+        Plan::new(direction, vec![group], vec![segment], vec![]).unwrap()
     })
 }
 

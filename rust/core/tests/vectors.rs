@@ -53,7 +53,6 @@ fn plan(case: &Value) -> Plan {
             limit: field(sides[side], "blocks", 64),
             null: sides[side]["null"].as_u64().map(|id| u32::try_from(id).unwrap()),
             pages: 1,
-            pool: index,
             ranks: 1,
             rank: 0,
         });
@@ -83,7 +82,7 @@ fn plan(case: &Value) -> Plan {
             take: Take::All,
         });
     }
-    Plan::new(direction, groups, segments).unwrap()
+    Plan::new(direction, groups, segments, vec![]).unwrap()
 }
 
 #[test]

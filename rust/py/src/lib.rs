@@ -67,7 +67,6 @@ struct PositionsRow {
     limit: u32,
     null: Option<u32>,
     pages: u32,
-    pool: usize,
     ranks: u32,
     rank: u32,
 }
@@ -80,7 +79,6 @@ impl From<PositionsRow> for core::Positions {
             limit: row.limit,
             null: row.null,
             pages: row.pages,
-            pool: row.pool,
             ranks: row.ranks,
             rank: row.rank,
         }
@@ -105,7 +103,13 @@ struct NativePlan {
 #[pymethods]
 impl NativePlan {
     #[new]
-    fn new(py: Python<'_>, read: bool, groups: Vec<GroupRow>, segments: Vec<SegmentRow>) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        read: bool,
+        groups: Vec<GroupRow>,
+        segments: Vec<SegmentRow>,
+        sharing: Vec<Vec<usize>>,
+    ) -> PyResult<Self> {
         let direction = if read { core::Direction::Read } else { core::Direction::Write };
         let group = |row: GroupRow| core::Group {
             order: match (row.slots, row.window) {
@@ -131,7 +135,7 @@ impl NativePlan {
         };
         let groups = groups.into_iter().map(group).collect();
         let segments = segments.into_iter().map(segment).collect();
-        let plan = core::Plan::new(direction, groups, segments).map_err(|error| to_py(py, &error))?;
+        let plan = core::Plan::new(direction, groups, segments, sharing).map_err(|error| to_py(py, &error))?;
         Ok(Self { plan: Arc::new(plan) })
     }
 

@@ -1,5 +1,154 @@
-"""Command line."""
+"""Command line: reads options and shows results; what a command does is in a module of its own."""
 
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from typer.core import TyperGroup
 
-app = typer.Typer()
+from nixl_fast.demo import SCENARIOS, Report, Scenario, ScenarioResult, run_demo
+from nixl_fast.errors import NixlFastError
+
+_PIPE_WIDTH = 100
+"""Columns of the table where there is no terminal to ask."""
+
+
+class _Commands(TyperGroup):
+    """Shows what the package refuses as one line and ends with status 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NixlFastError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("nixl-fast"))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Checked KV-cache block pairing and transfer with NIXL."""
+
+
+def _known(names: list[str]) -> list[str]:
+    unknown = [name for name in names if name not in SCENARIOS]
+    if unknown:
+        raise typer.BadParameter(f"unknown scenario {unknown[0]!r}; the scenarios are: {', '.join(SCENARIOS)}")
+    return names
+
+
+@app.command()
+def demo(
+    scenario: Annotated[
+        list[str],
+        typer.Option(
+            "--scenario",
+            metavar="NAME",
+            callback=_known,
+            default_factory=list,
+            show_default="all",
+            help=f"Run only this one; may be repeated. One of: {', '.join(SCENARIOS)}.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> None:
+    """Moves requests between processes with real NIXL agents and checks every byte.
+
+    Needs nixl (pip install nixl-fast[nixl]) and host memory only. Exit status: 0 if every byte was right, 1 if not or
+    if something failed, 2 for a wrong option.
+    """
+    scenarios = [SCENARIOS[name] for name in dict.fromkeys(scenario)] or list(SCENARIOS.values())
+    report = _run_with_progress(scenarios)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        _show(report)
+    raise typer.Exit(0 if report.verified else 1)
+
+
+def _run_with_progress(scenarios: list[Scenario]) -> Report:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting processes", total=len(scenarios))
+        order = {each.name: index for index, each in enumerate(scenarios)}
+
+        def on_step(each: Scenario, step: str) -> None:
+            progress.update(task, description=f"{each.name}: {step}", completed=order[each.name])
+
+        return run_demo(scenarios, on_step)
+
+
+def _show(report: Report) -> None:
+    table = Table(title="nixl-fast demo", caption=_summary(report), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("scenario")
+    for column in ("blocks", "descriptors", "merged\nruns", "bytes", "planning\ntime", "NIXL\ntime"):
+        table.add_column(column, justify="right")
+    table.add_column("verified")
+    for result in report.scenarios:
+        table.add_row(
+            result.name,
+            _blocks(result),
+            f"{result.descriptors:,}",
+            _runs(result),
+            f"{result.bytes:,}",
+            _duration(result.planning_us),
+            _duration(result.nixl_us),
+            "[green]yes[/]" if result.verified else "[bold red]NO[/]",
+        )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
+    console.print(table)
+    for result in report.scenarios:
+        if not result.verified:
+            console.print(f"{result.name}: {_fault(result)}", style="red", markup=False, highlight=False)
+
+
+def _summary(report: Report) -> str:
+    checked = sum(result.checked_bytes for result in report.scenarios)
+    return f"{checked:,} bytes checked, NIXL {report.nixl}, {report.seconds:.1f} s"
+
+
+def _blocks(result: ScenarioResult) -> str:
+    if result.producer_blocks == result.consumer_blocks:
+        return f"{result.consumer_blocks:,}"
+    return f"{result.producer_blocks:,} -> {result.consumer_blocks:,}"
+
+
+def _runs(result: ScenarioResult) -> str:
+    if result.measured_runs is None or result.measured_runs == result.runs:
+        return f"{result.runs:,}"
+    return f"{result.runs:,} (NIXL: {result.measured_runs:,})"
+
+
+def _fault(result: ScenarioResult) -> str:
+    if result.wrong_bytes:
+        return f"{result.wrong_bytes:,} of {result.checked_bytes:,} bytes are wrong, first {result.first_wrong}"
+    return f"{result.bytes:,} bytes were moved, but {result.data_bytes:,} hold data"
+
+
+def _duration(microseconds: float) -> str:
+    return f"{microseconds:.0f} us" if microseconds < 1000 else f"{microseconds / 1000:.1f} ms"
+
+
+if __name__ == "__main__":
+    app()

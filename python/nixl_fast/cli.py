@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -12,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
+from nixl_fast import explain as explaining
 from nixl_fast.demo import SCENARIOS, Report, Scenario, ScenarioResult, run_demo
 from nixl_fast.errors import NixlFastError
+from nixl_fast.plan import Direction
 
 _PIPE_WIDTH = 100
 """Columns of the table where there is no terminal to ask."""
@@ -78,10 +81,66 @@ def demo(
     scenarios = [SCENARIOS[name] for name in dict.fromkeys(scenario)] or list(SCENARIOS.values())
     report = _run_with_progress(scenarios)
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+        _print_json(report)
     else:
         _show(report)
     raise typer.Exit(0 if report.verified else 1)
+
+
+def _example(name: str | None) -> str | None:
+    if name is not None and name not in explaining.examples():
+        raise typer.BadParameter(f"unknown example {name!r}; the examples are: {', '.join(explaining.examples())}")
+    return name
+
+
+@app.command()
+def explain(
+    local: Annotated[
+        Path | None,
+        typer.Argument(metavar="LOCAL.json", help="This rank's layout, or a whole deployment as --example prints it."),
+    ] = None,
+    remote: Annotated[
+        Path | None, typer.Argument(metavar="[REMOTE.json]", help="The peer's layout, or a list of its ranks' layouts.")
+    ] = None,
+    request: Annotated[
+        Path | None,
+        typer.Option(metavar="REQUEST.json", help="Block ids of a request, as TransferPlan.pair takes them."),
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="This rank is the producer and pushes.")] = False,
+    example: Annotated[
+        str | None, typer.Option(metavar="NAME", callback=_example, help="Print a ready deployment and exit.")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a deployment and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Shows what two engines would exchange, before they run.
+
+    Exit status: 0 if there is a plan (and the request fits it), 1 if it is refused, 2 for a wrong option.
+    """
+    if example is not None:
+        _print_json(explaining.examples()[example])
+        return
+    if schema:
+        _print_json(msgspec.json.schema(explaining.Deployment))
+        return
+    if local is None:
+        raise typer.BadParameter("LOCAL.json is missing; --example NAME prints something to start from")
+    deployment = explaining.load(local, remote, request, Direction.WRITE if write else None)
+    plans = deployment.plans()
+    reports = [explaining.report(plan, deployment.request) for plan in plans]
+    waiting = [{"pp_rank": rank.pp_rank, "tp_rank": rank.tp_rank} for rank in plans.notify_only]
+    if as_json:
+        _print_json({"plans": reports, "notify_only": waiting})
+        return
+    for report in reports:
+        typer.echo(explaining.render(report))
+    if waiting:
+        ranks = ", ".join(f"{rank['pp_rank']}.{rank['tp_rank']}" for rank in waiting)
+        typer.echo(f"only a notification goes to ranks (stage.rank) {ranks}")
+
+
+def _print_json(document: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
 
 
 def _run_with_progress(scenarios: list[Scenario]) -> Report:

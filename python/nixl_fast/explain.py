@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,16 +41,29 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return plan_peer(self.local, self.remote, direction=self.direction)
 
 
-def decode(data: bytes, kind: Any, name: str) -> Any:
-    """Reads JSON into one of this module's or the layout's records.
+def load(local: Path, remote: Path | None, request: Path | None, direction: Direction | None) -> Deployment:
+    """A deployment from files: one of its own, or a layout and the layouts of the peer's ranks.
 
     Raises:
-        GeometryError: Names ``name`` and what is wrong with it.
+        GeometryError: A file that cannot be read, or is none of these; names it.
     """
+    if remote is None:
+        deployment: Deployment = _decode(local, Deployment)
+    else:
+        ranks = _decode(remote, EngineLayout | list[EngineLayout])
+        deployment = Deployment(_decode(local, EngineLayout), ranks if isinstance(ranks, list) else [ranks])
+    if request is not None:
+        deployment = msgspec.structs.replace(deployment, request=_decode(request, Request))
+    return msgspec.structs.replace(deployment, direction=direction) if direction else deployment
+
+
+def _decode(path: Path, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise GeometryError(f"{path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GeometryError(f"{name}: {error}") from None
+        raise GeometryError(f"{path}: {error}") from None
 
 
 def report(plan: TransferPlan, request: Request | None = None) -> dict[str, Any]:

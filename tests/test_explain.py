@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from nixl_fast import EngineLayout, Group, GroupKind, Region, TransferPlan
@@ -13,7 +13,7 @@ from nixl_fast.cli import app
 from nixl_fast.explain import Deployment, Request, examples, render, report
 
 
-def explain(*arguments: object) -> Result:
+def explain(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["explain", *map(str, arguments)])
 
 

@@ -230,10 +230,14 @@ def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _release_lists(lanes: Sequence[PreparedLane]) -> None:
-    for lane in lanes:
-        for handle in lane:
-            if handle is not None:
-                _call("release_dlist_handle", handle.release)
+    failed: TransferError | None = None
+    for handle in [handle for lane in lanes for handle in lane if handle is not None]:
+        try:
+            _call("release_dlist_handle", handle.release)
+        except TransferError as error:
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 def _ranges(layout: EngineLayout) -> list[Memory]:

@@ -96,6 +96,10 @@ class PrometheusCollector:
             gauge = GaugeMetricFamily(f"nixl_fast_{field}_requests", "Requests without a result yet", labels=names)
             gauge.add_metric(values, getattr(stats, field))
             yield gauge
+        gauge = GaugeMetricFamily("nixl_fast_peers", "Connected ranks by engine", labels=[*names, "peer"])
+        for key, count in sorted(stats.peers.items()):
+            gauge.add_metric([*values, key], count)
+        yield gauge
         for field, label in (("requests", "outcome"), ("failures", "error")):
             counter = CounterMetricFamily(f"nixl_fast_{field}", f"Finished {field} by {label}", labels=[*names, label])
             for key, count in sorted(getattr(stats, field).items()):

@@ -21,6 +21,10 @@ MAX_MESSAGE_BYTES = 16 << 20
 """A larger message is dropped by ZeroMQ; the largest real one is a layout with its NIXL metadata."""
 
 
+MAX_GROUPS, MAX_REGIONS = 128, 2048
+"""A layout takes time in proportion to the product of its groups and regions to check, and a peer wrote it."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
     """Base of everything on the wire."""
 
@@ -97,6 +101,14 @@ class Done(Message, frozen=True, tag=True):
 AnyMessage = Hello | Welcome | Refused | Begin | Held | Gone | Ping | Pong | Done
 
 
+class _Sizes(msgspec.Struct, frozen=True):
+    """The part of a layout whose product decides how long it takes to check."""
+
+    groups: list[msgspec.Raw] = []
+    regions: list[msgspec.Raw] = []
+    mamba: _Sizes | None = None
+
+
 class _Envelope(msgspec.Struct, frozen=True, array_like=True):
     version: int
     body: msgspec.Raw
@@ -104,6 +116,9 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(_Envelope)
+_parts = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_sizes = msgspec.msgpack.Decoder(_Sizes)
+_tag = msgspec.msgpack.Decoder(str)
 _body: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
 
 
@@ -124,7 +139,21 @@ def decode(data: bytes) -> AnyMessage:
         envelope = _envelope.decode(data)
         if envelope.version != PROTOCOL_VERSION:
             raise GeometryError(f"protocol version: local {PROTOCOL_VERSION}, remote {envelope.version}")
+        _check_size(envelope.body)
         message: AnyMessage = _body.decode(envelope.body)
         return message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise GeometryError(f"not a message of this protocol: {error}") from None
+
+
+def _check_size(body: msgspec.Raw) -> None:
+    """Refuses a layout that would take long to check, before it is checked."""
+    parts = _parts.decode(body)
+    if len(parts) < 3 or _tag.decode(parts[0]) not in ("Hello", "Welcome"):
+        return
+    sizes = _sizes.decode(parts[2])
+    regions = len(sizes.regions) + (len(sizes.mamba.regions) if sizes.mamba else 0)
+    if len(sizes.groups) > MAX_GROUPS or regions > MAX_REGIONS:
+        raise GeometryError(
+            f"layout of {len(sizes.groups)} groups and {regions} regions, at most {MAX_GROUPS} and {MAX_REGIONS} are allowed"
+        )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -60,7 +61,9 @@ that other requests get their turn; benches/README.md has the measurement."""
 _SPIN = 1e-3  # seconds after the last event during which the thread does not sleep while transfers are under way
 _NAP = 50e-6  # seconds between looks at NIXL after that
 _IDLE = 50  # milliseconds to wait for a message when nothing is under way
+_MAX_RANKS = 4096  # of one peer
 _MAX_CLIENTS = 4096  # peers that are remembered
+_MAX_REASON = 4096  # characters of a refusal, which quotes the peer
 _BURST = 256  # messages taken from one socket before the others get their turn
 
 
@@ -221,7 +224,8 @@ class _Job:
     told: set[_Link] = field(default_factory=set)
     held: dict[_Link, float] = field(default_factory=dict)
     """Until when each rank of the peer has promised to hold the blocks, on this machine's clock."""
-    begun: float = 0.0
+    begun: float = -math.inf
+    first_begun: float = -math.inf
     give_up: float = 0.0
     posted_at: float = 0.0
     moved_at: float = 0.0
@@ -309,6 +313,7 @@ class TransferWorker:
         self._retired: list[_Plans] = []
         self._clients: dict[bytes, str] = {}
         self._engines: dict[str, EngineLayout] = {}
+        self._counts: dict[tuple[str, Kind], int] = {}
         self._jobs: dict[str, _Job] = {}
         self._waits: dict[str, _Wait] = {}
         self._registering: tuple[EngineLayout, tuple[Memory, ...], Any] | None = None
@@ -322,8 +327,8 @@ class TransferWorker:
     def register(self, layout: EngineLayout, memory: Sequence[Any] = ()) -> None:
         """Says what this rank has; before `start`, and again whenever its memory is allocated anew.
 
-        A second call waits (in the worker's thread) until nothing moves, ends every hold and expectation as stale, and
-        gives the registration a higher generation: peers make new plans.
+        A second call waits (in the worker's thread) until nothing moves and no peer uses a hold or expectation, ends
+        the others as stale, and gives the registration a higher generation: peers make new plans.
 
         Args:
             layout: The rank's layout, with real addresses.
@@ -355,7 +360,7 @@ class TransferWorker:
         self._thread.start()
         self._ready.wait()
         if self._dead is not None:
-            self._thread.join()
+            self.close()
             raise self._dead
         return self
 
@@ -375,7 +380,7 @@ class TransferWorker:
 
         Not needed for requests that carry ``addresses``.
         """
-        self._submit(self._do_connect, (host, port))
+        self._submit(self._do_connect, _checked_address((host, port)))
 
     def read(self, request: Request) -> None:
         """Pulls a request's blocks; this rank is the consumer.
@@ -463,6 +468,14 @@ class TransferWorker:
         os.close(self._wake)
 
     def _begin(self, request_id: str, kind: Kind, command: Callable[..., None], *args: Any) -> None:
+        names = (args[0].peer, args[0].remote_request_id) if isinstance(args[0], Request) else ()
+        for address in args[0].addresses if names else ():
+            _checked_address(address)
+        for name in (request_id, *names):
+            try:
+                name.encode()
+            except (AttributeError, UnicodeEncodeError):
+                raise TransferError(f"request and engine ids are strings that can be sent, got {name!r}") from None
         if request_id in self._live:
             raise TransferError(f"request id {request_id!r} is in use")
         self._submit(command, *args)
@@ -496,6 +509,8 @@ class TransferWorker:
             log.exception("worker thread died")
             self._die(TransferError(f"the worker thread died: {error!r}"))
         finally:
+            if self._endpoint is not None and not any(job.moving for job in self._jobs.values()):
+                self._quietly(self._endpoint.deregister)
             context.destroy(linger=100)
             self._ready.set()
 
@@ -522,6 +537,8 @@ class TransferWorker:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 100)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        if kind == zmq.DEALER:
+            socket.setsockopt(zmq.SNDHWM, 0)  # a Done that is dropped would cost the peer a lease
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
@@ -556,16 +573,14 @@ class TransferWorker:
         if self._wake in sockets:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-        while self._commands:
-            command, args = self._commands.popleft()
-            command(*args)
+        self._obey()
         if self._server in sockets:
             self._serve()
         for link in list(self._links.values()):
             if link.socket in sockets:
                 self._hear(link)
-        for message in self._nixl.notifications() if self._waits else ():
-            self._notified(message)
+        if self._waits:
+            self._quietly(self._take_notifications)
         self._watch(now)
         for job in list(self._jobs.values()):
             self._advance(job)
@@ -573,10 +588,19 @@ class TransferWorker:
             self._check_wait(wait, now)
         if self._leaving or self._retired or self._later:
             self._sweep()
-        if self._registering and not self._jobs:
+        if self._registering and not self._is_in_use():
             self._register_again()
 
+    def _is_in_use(self) -> bool:
+        """Whether this rank or a peer that was promised blocks may still touch the registered memory."""
+        return any(job.plans for job in self._jobs.values()) or any(wait.begun for wait in self._waits.values())
+
     # commands
+
+    def _obey(self) -> None:
+        while self._commands:
+            command, args = self._commands.popleft()
+            command(*args)
 
     def _do_transfer(self, request: Request, kind: Kind, submitted: float) -> None:
         self._jobs[request.request_id] = _Job(request, kind, submitted)
@@ -619,12 +643,12 @@ class TransferWorker:
                 link.socket.send(wire.encode(message), zmq.NOBLOCK)
 
     def _hear(self, link: _Link) -> None:
-        for data in _arrived(link.socket, 1):
+        for frames in _arrived(link.socket):
             if link.error:
                 return
             link.heard = time.monotonic()
             try:
-                message = wire.decode(data[0])
+                message = _one_message(frames)
             except GeometryError as error:
                 self._stats.malformed_messages += 1
                 if link.welcome is None:
@@ -637,9 +661,7 @@ class TransferWorker:
                     self._stats.refused_peers += 1
                     self._drop(link, GeometryError(f"peer at {link} refuses: {message.reason}"))
                 case wire.Held():
-                    for job in self._jobs_on(link, message.request_ids):
-                        if link.welcome:
-                            job.held[link] = message.sent + link.welcome.lease
+                    self._promised(link, message)
                     self._check_generation(link, None, message.generation)
                 case wire.Gone():
                     for job in self._jobs_on(link, message.request_ids):
@@ -651,13 +673,23 @@ class TransferWorker:
                 case _:
                     self._stats.malformed_messages += 1
 
+    def _promised(self, link: _Link, message: wire.Held) -> None:
+        for job in self._jobs_on(link, message.request_ids):
+            # Not the promise to an earlier request of the same name.
+            if link.welcome and job.first_begun <= message.sent <= job.begun:
+                job.held[link] = message.sent + link.welcome.lease
+
     def _welcome(self, link: _Link, welcome: wire.Welcome) -> None:
         if any(other.welcome and other.welcome.agent == welcome.agent for other in self._leaving):
             # The same process under its old agent name: let what is left of the old connection end first.
             self._later.append((link, welcome))
             return
         try:
-            check_pair(self._the_layout, welcome.layout)
+            _check_peer(self._the_layout, welcome.layout)
+            if not 0 < welcome.lease < math.inf:
+                raise GeometryError(
+                    f"lease is {welcome.lease} seconds at {link}, {self._lease} here; it must be above 0"
+                )
             for other in self._links.values():
                 if other.welcome and other.welcome.agent == welcome.agent:
                     raise GeometryError(f"{link} and {other} are the same rank of {welcome.layout.engine_id}")
@@ -667,6 +699,9 @@ class TransferWorker:
             self._send(link, wire.Refused(str(error)))
             self._drop(link, error)
             return
+        for other in list(self._links.values()):
+            if other.welcome and _rank_of(other.welcome.layout) == _rank_of(welcome.layout):
+                self._drop(other, StalePlanError(f"{_rank_of(welcome.layout)} at {other} has come back at {link}"))
         link.welcome = welcome
         self._stats.handshakes += 1
         self._stats.peers[welcome.layout.engine_id] = self._stats.peers.get(welcome.layout.engine_id, 0) + 1
@@ -680,6 +715,7 @@ class TransferWorker:
             self._drop(
                 link, StalePlanError(f"{message} of instance {known.instance[:8]}, now {generation} of {instance}")
             )
+            self._link(link.address)
 
     def _drop(self, link: _Link, error: NixlFastError) -> None:
         """Ends a connection and everything that relies on it; the next request makes a new one."""
@@ -744,6 +780,8 @@ class TransferWorker:
                 elif now - link.pinged > self._peer_timeout / 4:
                     link.pinged = now
                     self._send(link, wire.Ping())
+            else:
+                link.heard = now  # silence counts from the moment in which something waits
 
     def _jobs_on(self, link: _Link, request_ids: Sequence[str]) -> list[_Job]:
         """The jobs that move something over a link, by the peer's request ids."""
@@ -757,13 +795,16 @@ class TransferWorker:
     # ---- the side that is connected to
 
     def _serve(self) -> None:
-        for frames in _arrived(self._server, 2):
-            identity, data = frames[0], frames[-1]
+        for identity, *frames in _arrived(self._server):
             try:
-                answer = self._answer(identity, wire.decode(data))
+                answer = self._answer(identity, _one_message(frames))
             except NixlFastError as error:
                 self._stats.malformed_messages += not isinstance(error, _PeerRefusedError)
-                answer = [wire.Refused(str(error))]
+                answer = [wire.Refused(str(error)[:_MAX_REASON])]
+            except Exception as error:  # what a peer says must not end the thread
+                log.exception("message of %d bytes from a peer", sum(map(len, frames)))
+                self._stats.malformed_messages += 1
+                answer = [wire.Refused(f"the message cannot be handled: {type(error).__name__}")]
             for message in answer:
                 with contextlib.suppress(zmq.ZMQError):  # it has gone, or takes nothing
                     self._server.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
@@ -772,15 +813,18 @@ class TransferWorker:
         layout = self._the_layout
         if isinstance(message, wire.Hello):
             try:
-                check_pair(layout, message.layout)
+                _check_peer(layout, message.layout)
             except GeometryError as error:
                 self._stats.refused_peers += 1
                 log.warning("refused %s: %s", message.layout.engine_id, error, extra={"peer": message.layout.engine_id})
                 raise _PeerRefusedError(str(error)) from None
             if len(self._clients) >= _MAX_CLIENTS:  # the longest known goes; it is asked to say hello again
                 self._clients.pop(next(iter(self._clients)))
+            if len(self._engines) >= _MAX_CLIENTS:
+                self._engines.pop(next(iter(self._engines)))
             self._clients[identity] = message.layout.engine_id
             self._engines[message.layout.engine_id] = message.layout
+            self._counts.clear()
             return [wire.Welcome(self._instance, layout, self._nixl.name, self._metadata, self._lease)]
         if identity not in self._clients:
             raise _PeerRefusedError("this worker does not know you, or not any more; say Hello first")
@@ -802,10 +846,12 @@ class TransferWorker:
 
     def _begun(self, message: wire.Begin) -> list[wire.AnyMessage]:
         kind = Kind.HOLD if message.direction is Direction.READ else Kind.EXPECT
+        self._obey()  # the engine's hold comes before anything that a peer says about it
         held, gone = [], []
         for request_id in message.request_ids:
             wait = self._waits.get(request_id)
-            if wait and wait.kind is kind and not (wait.cancelled and not wait.begun):
+            ending = wait and (wait.cancelled or self._registering) and not wait.begun
+            if wait and wait.kind is kind and not ending:
                 wait.begun = True
                 wait.deadline = max(wait.deadline, time.monotonic() + self._lease)
                 held.append(request_id)
@@ -818,6 +864,10 @@ class TransferWorker:
             answer.append(wire.Gone(gone))
         return answer
 
+    def _take_notifications(self) -> None:
+        for message in self._nixl.notifications():
+            self._notified(message)
+
     def _notified(self, data: bytes) -> None:
         try:
             message = wire.decode(data)
@@ -829,9 +879,11 @@ class TransferWorker:
             self._stats.malformed_messages += 1
 
     def _done(self, message: wire.Done) -> None:
+        self._obey()
         wait, peer = self._waits.get(message.request_id), self._engines.get(message.engine_id)
         rank = message.engine_id, message.pp_rank, message.tp_rank
-        if wait is None or peer is None:
+        known = peer and 0 <= message.pp_rank < peer.pp_size and 0 <= message.tp_rank < peer.tp_size
+        if wait is None or peer is None or not known:
             self._stats.late_notifications += 1
             return
         if rank in wait.done:
@@ -839,8 +891,7 @@ class TransferWorker:
             return
         wait.done.add(rank)
         wait.ok &= message.ok
-        layout = self._the_layout
-        if len(wait.done) < (num_readers(peer, layout) if wait.kind is Kind.HOLD else num_sources(layout, peer)):
+        if sum(engine == message.engine_id for engine, _, _ in wait.done) < self._awaited(peer, wait.kind):
             return
         if wait.cancelled:
             self._end_wait(wait, Status.CANCELLED)
@@ -848,6 +899,13 @@ class TransferWorker:
             self._end_wait(wait, Status.DONE)
         else:
             self._end_wait(wait, Status.FAILED, TransferError(f"{message.engine_id} gave the request up"))
+
+    def _awaited(self, peer: EngineLayout, kind: Kind) -> int:
+        """How many ranks of a peer have to notify."""
+        key, layout = (peer.engine_id, kind), self._the_layout
+        if key not in self._counts:
+            self._counts[key] = num_readers(peer, layout) if kind is Kind.HOLD else num_sources(layout, peer)
+        return self._counts[key]
 
     def _check_wait(self, wait: _Wait, now: float) -> None:
         if wait.cancelled and not wait.begun:
@@ -869,6 +927,9 @@ class TransferWorker:
                 self._step(job)
         except NixlFastError as error:
             self._fail(job, error)
+        except Exception as error:  # what one request says must not end the others
+            log.exception("request %s", job.request.request_id)
+            self._fail(job, TransferError(f"the request cannot be carried out: {error!r}"))
         if job.error or job.cancelled:
             self._drain(job)
 
@@ -877,7 +938,7 @@ class TransferWorker:
         if job.plans is None and not self._plan(job):
             return
         now = time.monotonic()
-        if now - job.begun > self._lease / 4:
+        if now - job.begun > self._patience(job, now):
             self._announce(job, now)
         if job.kind is Kind.WRITE and not job.is_held(now):
             return
@@ -913,8 +974,6 @@ class TransferWorker:
             cut = pieces(prepared.plan, pairing, PIECE)
             attach = len(cut) == 1 and len(prepared.lanes) == 1
             job.todo.extend(_Piece(prepared, link, ids, attach) for ids in cut if not pairing.notify_only)
-        for link in plans.links():
-            link.heard = max(link.heard, time.monotonic())
         job.spend(queued=started - job.submitted, plan=time.perf_counter() - started)
         if not job.todo:
             self._finish(job, Status.DONE)
@@ -927,12 +986,13 @@ class TransferWorker:
         if job.waiting is None:
             named = [self._link(address) for address in job.request.addresses]
             job.waiting = named or [link for link in self._links.values() if link.engine_id in (None, peer)]
-        for link in job.waiting:
-            if isinstance(link.error, StalePlanError):
-                job.waiting = None
-                return None
-            if link.error:
-                raise link.error
+        if any(isinstance(link.error, StalePlanError) for link in job.waiting):
+            job.waiting = None
+            return None
+        failed = [link.error for link in job.waiting if link.error]
+        if failed and (job.request.addresses or len(failed) == len(job.waiting)):
+            raise failed[0]
+        job.waiting = [link for link in job.waiting if not link.error]
         if any(link.welcome is None for link in job.waiting):
             return None
         ranks = [link for link in job.waiting if link.engine_id == peer]
@@ -950,6 +1010,12 @@ class TransferWorker:
             return known
         by_layout = {id(link.welcome.layout): link for link in links if link.welcome}
         layouts = [link.welcome.layout for link in links if link.welcome]
+        size, stages = layouts[0].tp_size, layouts[0].pp_size
+        if len(layouts) != size * stages:
+            given = ", ".join(f"{layout.pp_rank}.{layout.tp_rank}" for layout in layouts)
+            raise GeometryError(
+                f"{peer} has {stages} stages of {size} ranks, connected to {len(layouts)} (stage.rank: {given})"
+            )
         planned = plan_peer(self._the_layout, layouts, direction=direction)
         prepared: list[tuple[Prepared, _Link]] = []
         made = _Plans(ranks, prepared, [by_layout[id(layout)] for layout in planned.notify_only])
@@ -965,13 +1031,23 @@ class TransferWorker:
         self._plans[key] = made
         return made
 
+    def _patience(self, job: _Job, now: float) -> float:
+        """Seconds between two announcements of a job: a part of the shortest lease, or of the timeout if unanswered."""
+        leases = [link.welcome.lease for link in job.plans.links() if link.welcome] if job.plans else []
+        patience = min(leases, default=self._lease) / 4
+        return patience if job.is_held(now) else min(patience, self._peer_timeout / 2)
+
     def _announce(self, job: _Job, now: float) -> None:
         job.begun = now
+        if job.first_begun == -math.inf:
+            job.first_begun = now
         for link in job.plans.links() if job.plans else ():
             self._send(link, wire.Begin(now, job.direction, [job.request.remote_request_id]))
 
     def _post(self, job: _Job, piece: _Piece) -> None:
-        notification = self._farewell(job, ok=True) if piece.attach else b""
+        # A notification may overtake a Begin that is still on its way: it travels with the bytes of a confirmed request.
+        attach = piece.attach and job.is_held(time.monotonic())
+        notification = self._farewell(job, ok=True) if attach else b""
         started = time.perf_counter()
         try:
             made = self._nixl.make(piece.prepared, piece.ids, notification)
@@ -980,19 +1056,18 @@ class TransferWorker:
             job.spend(make=posting - started)
             for index, posted in enumerate(made):
                 try:
-                    done = self._nixl.post(posted)
+                    if self._nixl.post(posted):
+                        self._nixl.release(posted)
+                    else:
+                        job.moving.append(_Moving(posted, piece.link))
                 except TransferError:
                     job.moving += [_Moving(each, piece.link) for each in made[index:]]
                     raise
-                if done:
-                    self._nixl.release(posted)
-                else:
-                    job.moving.append(_Moving(posted, piece.link))
             job.spend(post=time.perf_counter() - posting)
         except TransferError as error:
             self._drop(piece.link, error)
             raise
-        if piece.attach:
+        if attach:
             job.told.add(piece.link)
         self._busy_until = time.monotonic() + _SPIN
 
@@ -1045,7 +1120,7 @@ class TransferWorker:
     def _finish(self, job: _Job, status: Status) -> None:
         del self._jobs[job.request.request_id]
         for link in job.plans.links() if job.plans else job.waiting or ():
-            if link not in job.told and not link.error and link.welcome:
+            if link not in job.told and link.engine_id == job.request.peer:
                 self._send(link, self._done_message(job, ok=status is Status.DONE))
         moved_at = time.perf_counter()
         if job.posted_at:
@@ -1098,6 +1173,7 @@ class TransferWorker:
         if self._registering is None:
             return
         layout, memory, keep = self._registering
+        connected = [link.address for link in self._links.values() if link.welcome]
         for link in list(self._links.values()):
             self._drop(link, StalePlanError("this rank registers its memory anew"))
         self._sweep()
@@ -1106,15 +1182,16 @@ class TransferWorker:
         self._nixl.deregister()
         generation = max(layout.generation, self._the_layout.generation + 1)
         self._layout = msgspec.structs.replace(layout, generation=generation)
+        self._counts.clear()
         self._nixl.register(self._layout, memory)
         self._metadata = self._nixl.metadata()
         self._memory, self._keep, self._registering = memory, keep, None
+        for address in connected:
+            self._link(address)
 
     def _shut_down(self) -> None:
         closed = TransferError("the worker was closed")
-        while self._commands:
-            command, args = self._commands.popleft()
-            command(*args)
+        self._obey()
         for job in list(self._jobs.values()):
             self._fail(job, closed)
         while self._jobs:
@@ -1130,27 +1207,51 @@ class TransferWorker:
 
     def _die(self, error: NixlFastError) -> None:
         self._dead = error
-        for request_id, kind in [*((j.request.request_id, j.kind) for j in self._jobs.values()), *_kinds(self._waits)]:
-            self._results.append(Result(request_id=request_id, kind=kind, status=Status.FAILED, error=error))
+        ended = [(job.request.request_id, job.kind, job.consumer_ids) for job in self._jobs.values()]
+        ended += [(wait.request_id, wait.kind, wait.blocks) for wait in self._waits.values()]
+        for moving in [moving for job in self._jobs.values() for moving in job.moving]:
+            self._quietly(self._nixl.release, moving.posted)
+        for request_id, kind, blocks in ended:
+            self._results.append(
+                Result(request_id=request_id, kind=kind, status=Status.FAILED, error=error, invalid=_blocks(blocks))
+            )
 
 
 class _PeerRefusedError(NixlFastError):
     """A refusal that is sent to the peer and has been counted."""
 
 
-def _kinds(waits: dict[str, _Wait]) -> Iterator[tuple[str, Kind]]:
-    return ((wait.request_id, wait.kind) for wait in waits.values())
+def _checked_address(address: Any) -> tuple[str, int]:
+    match address:
+        case (str() as host, int() as port) if isinstance(address, tuple):
+            return host, port
+    raise TransferError(f"an address is a tuple of host and port, got {address!r}")
 
 
-def _arrived(socket: Any, frames: int) -> Iterator[list[bytes]]:
-    """Messages of ``frames`` frames that have arrived, up to a burst."""
+def _rank_of(layout: EngineLayout) -> tuple[str, int, int]:
+    return layout.engine_id, layout.pp_rank, layout.tp_rank
+
+
+def _check_peer(local: EngineLayout, remote: EngineLayout) -> None:
+    """Refuses a peer that cannot be, or that would keep the thread busy."""
+    if remote.tp_size * remote.pp_size > _MAX_RANKS:
+        raise GeometryError(f"{remote.tp_size} ranks in {remote.pp_size} stages are more than {_MAX_RANKS}")
+    check_pair(local, remote)
+
+
+def _arrived(socket: Any) -> Iterator[list[bytes]]:
+    """The frames of messages that have arrived, up to a burst."""
     for _ in range(_BURST):
         try:
-            message = socket.recv_multipart(zmq.NOBLOCK)
+            yield socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
-        if len(message) == frames:
-            yield message
+
+
+def _one_message(frames: Sequence[bytes]) -> wire.AnyMessage:
+    if len(frames) != 1:
+        raise GeometryError(f"not a message of this protocol: {len(frames)} frames")
+    return wire.decode(frames[0])
 
 
 def _blocks(lists: Sequence[BlockIds]) -> tuple[tuple[int, int], ...]:

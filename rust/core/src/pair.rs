@@ -388,10 +388,12 @@ impl Plan {
     fn count(&self, groups: Vec<GroupPairs>) -> Pairs {
         let (mut descriptors, mut runs, mut bytes) = (0, 0, 0);
         // Segments of one shape and one list of groups count alike, and there are as many as layers.
-        let mut last: Option<(Shape, &[usize], u64, u64)> = None;
+        let mut known: [Option<(Shape, &[usize], u64, u64)>; 2] = [None, None];
         for segment in &self.segments {
             let shape = Shape::of(segment);
-            let (_, _, units, pieces) = match last {
+            let [taken, rest] = &mut known; // they come in turns
+            let last = if segment.take == Take::Rest { rest } else { taken };
+            let (_, _, units, pieces) = match *last {
                 Some(known) if known.0 == shape && known.1 == segment.groups => known,
                 _ => {
                     let taken = || {
@@ -402,7 +404,7 @@ impl Plan {
                     (shape, segment.groups.as_slice(), units, shape.pieces(taken()))
                 }
             };
-            last = Some((shape, &segment.groups, units, pieces));
+            *last = Some((shape, &segment.groups, units, pieces));
             descriptors += units;
             bytes += units * segment.len;
             runs += pieces;

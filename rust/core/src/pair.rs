@@ -388,7 +388,7 @@ impl Plan {
     fn count(&self, groups: Vec<GroupPairs>) -> Pairs {
         let (mut descriptors, mut runs, mut bytes) = (0, 0, 0);
         // Segments of one shape and one list of groups count alike, and there are as many as layers.
-        let mut known: [Option<(Shape, &[usize], u64, u64)>; 2] = [None, None];
+        let mut known: [Option<Counted>; 2] = [None, None];
         for segment in &self.segments {
             let shape = Shape::of(segment);
             let [taken, rest] = &mut known; // they come in turns
@@ -528,6 +528,9 @@ fn write<S: Slot>(slots: &mut [S], runs: impl Iterator<Item = Run>, side: Side, 
     }
     at
 }
+
+/// A shape and its groups, with the descriptors of one segment before and after merging.
+type Counted<'a> = (Shape, &'a [usize], u64, u64);
 
 /// What of a segment decides how neighbouring descriptors merge.
 #[derive(Clone, Copy, PartialEq, Eq)]

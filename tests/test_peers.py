@@ -325,8 +325,8 @@ def test_tokens_are_cut_head_by_head_where_blocks_are_head_major() -> None:
     producer = ranks(1, 8, heads=2, group=Group(FULL, 2), order=BlockOrder.HEAD_MAJOR)
     (plan,) = plan_peer(consumer, producer)
     pairing = plan.pair([[1]], [[4, 3]], num_tokens=4)
-    local = plan.expanded("local")[pairing.local_desc_ids, 0] - 100_016  # type: ignore[arg-type]
-    remote = plan.expanded("remote")[pairing.remote_desc_ids, 0] - 100_000  # type: ignore[arg-type]
+    local = plan.expanded("local")[pairing.local_desc_ids, 0] - 100_016
+    remote = plan.expanded("remote")[pairing.remote_desc_ids, 0] - 100_000
     assert local.tolist() == [0, 4, 8, 12]  # head 0 tokens 0-1, 2-3; head 1 tokens 0-1, 2-3
     assert remote.tolist() == [32, 24, 36, 28]
 
@@ -395,11 +395,12 @@ def test_coarse_units_move_the_same_bytes_with_fewer_descriptors() -> None:
     assert [pairing.num_descs for pairing in part] == [2 * (1 + 3), 2 * 7]
     for pairings in (full, part):
         assert pairings[0].num_bytes == pairings[1].num_bytes
-        for group in (lambda p: p.kernel_pairs(0)[0].tolist(), lambda p: p.untransferred(0).tolist()):
-            assert group(pairings[0]) == group(pairings[1])
+        first, second = pairings
+        assert first.kernel_pairs(0)[0].tolist() == second.kernel_pairs(0)[0].tolist()
+        assert first.untransferred(0).tolist() == second.untransferred(0).tolist()
     moved = []
     for side, ids in (("local", part[0].local_desc_ids), ("remote", part[0].remote_desc_ids)):
-        rows = coarse.expanded(side)[ids].tolist()  # type: ignore[arg-type]
+        rows = coarse.expanded(side)[ids].tolist()
         moved.append([addr + byte - 1000 for addr, size, _ in rows for byte in range(0, size, 16)])
     assert moved[0][:7] == [16 * unit for unit in [12, 13, 14, 15, 28, 29, 30]]
     assert moved[1][:7] == [16 * unit for unit in [20, 21, 22, 23, 24, 25, 26]]

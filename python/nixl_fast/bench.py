@@ -6,10 +6,14 @@ come fresh from a pool (contiguous) or from one that has served traffic for a wh
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -238,6 +242,20 @@ def measure(shape: Shape, *, fragmented: bool, seconds: float) -> Row:
         fresh_fill_us=time_us(lambda: fill_fresh(count), seconds),
         warm_fill_us=time_us(lambda: warm.fill(1), seconds),
     )
+
+
+def count(*, quick: bool) -> int:
+    """How many rows `run` measures."""
+    return 2 * (8 + 3 * (2 if quick else 4))
+
+
+def machine() -> str:
+    """The machine that the numbers are of."""
+    processor = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), processor)
+    return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
 
 
 def run(*, quick: bool = False, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:

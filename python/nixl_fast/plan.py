@@ -192,7 +192,7 @@ class TransferPlan:
         """The peer's descriptor list, ``uint64[N, 5]``: addr, len, device, stride, count."""
         return self._native.table(False)
 
-    def expanded(self, side: Side) -> NDArray[np.uint64]:
+    def expanded(self, side: Side | str) -> NDArray[np.uint64]:
         """The list of one side with one row per descriptor, ``uint64[N, 3]``: addr, len, device.
 
         For NIXL below 1.5, which takes no strided rows. The index space is the same.

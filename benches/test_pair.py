@@ -1,0 +1,66 @@
+"""Planning one request: ours, the numpy path it replaces, and the floor of memory, on the same inputs in the same run.
+
+uv run pytest benches/test_pair.py
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_fast.bench import NumpyPath, Shape, fill_fresh, shapes
+
+CASES = [
+    pytest.param(shape, id=f"{shape.name}, {'fragmented' if fragmented else 'contiguous'}")
+    for fragmented in (False, True)
+    for shape in shapes(fragmented=fragmented)
+]
+
+Contestants = dict[str, Callable[[Shape], Callable[[], Any]]]
+
+
+def _numpy(shape: Shape) -> Callable[[], Any]:
+    paths = [NumpyPath(plan, shape) for plan in shape.plans]
+    return lambda: [path() for path in paths]
+
+
+def _count(shape: Shape) -> int:
+    return sum(len(NumpyPath(plan, shape)()[0]) for plan in shape.plans)
+
+
+def _warm(shape: Shape) -> Callable[[], Any]:
+    memory = np.empty((2, _count(shape)), np.int32)
+    return lambda: memory.fill(1)
+
+
+CONTESTANTS: Contestants = {
+    "ours": lambda shape: shape.pair,
+    "numpy": _numpy,
+    "fill fresh memory": lambda shape: lambda count=_count(shape): fill_fresh(count),
+    "fill warm memory": _warm,
+}
+
+
+@pytest.mark.parametrize("contestant", CONTESTANTS)
+@pytest.mark.parametrize("shape", CASES)
+def test_pair(benchmark: Any, shape: Shape, contestant: str, request: pytest.FixtureRequest) -> None:
+    benchmark.group = request.node.callspec.id.removesuffix(f"-{contestant}").removeprefix(f"{contestant}-")
+    benchmark(CONTESTANTS[contestant](shape))
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_the_contestants_do_the_same_work(shape: Shape) -> None:
+    for plan in shape.plans:
+        pairing = plan.pair(
+            shape.local_ids,
+            shape.remote_ids,
+            num_tokens=shape.num_tokens,
+            num_computed_blocks=shape.num_computed_blocks,
+        )
+        local, remote = NumpyPath(plan, shape)()
+        if len(plan.local.groups) == 1:
+            assert pairing.num_bytes == len(local) * min(segment.len for segment in plan.segments)
+        if len(plan.local.groups) == 1 and all(segment.whole == 1 for segment in plan.segments):
+            assert np.array_equal(local, pairing.local_desc_ids)
+            assert np.array_equal(remote, pairing.remote_desc_ids)

@@ -72,7 +72,7 @@ class Endpoint:
 
     def __init__(self, name: str, make: Callable[[str], Any] = default_agent) -> None:
         self.name = name
-        self._agent = make(name)
+        self._agent = _call("nixl_agent", make, name)
         self._registered: list[Any] = []
         self._strided: bool | None = None
 
@@ -225,6 +225,8 @@ class Endpoint:
 def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
+    except TransferError:
+        raise
     except Exception as error:  # NIXL raises classes of its own
         raise TransferError(f"NIXL {name} failed: {error or type(error).__name__}") from error
 

@@ -15,9 +15,10 @@ from typer.core import TyperGroup
 
 from nixl_fast import bench as benching
 from nixl_fast import explain as explaining
-from nixl_fast.demo import SCENARIOS, Report, Scenario, ScenarioResult, run_demo
+from nixl_fast.demo import Report, ScenarioResult, run_demo
 from nixl_fast.errors import NixlFastError
 from nixl_fast.plan import Direction
+from nixl_fast.scenarios import SCENARIOS, Scenario
 
 _PIPE_WIDTH = 120
 """Columns of the table where there is no terminal to ask."""
@@ -216,7 +217,7 @@ def _show(report: Report) -> None:
             result.name,
             _blocks(result),
             f"{result.descriptors:,}",
-            _runs(result),
+            f"{result.runs:,}",
             f"{result.bytes:,}",
             _duration(result.planning_us),
             _duration(result.nixl_us),
@@ -243,12 +244,6 @@ def _blocks(result: ScenarioResult) -> str:
     if result.producer_blocks == result.consumer_blocks:
         return f"{result.consumer_blocks:,}"
     return f"{result.producer_blocks:,} -> {result.consumer_blocks:,}"
-
-
-def _runs(result: ScenarioResult) -> str:
-    if result.measured_runs is None or result.measured_runs == result.runs:
-        return f"{result.runs:,}"
-    return f"{result.runs:,} (NIXL: {result.measured_runs:,})"
 
 
 def _fault(result: ScenarioResult) -> str:

@@ -66,6 +66,8 @@ class Stats(msgspec.Struct):
     """Transfers that neither ended nor could be stopped before their request had to be given up."""
     live: int = 0
     """Requests without a result yet."""
+    generation: int = 0
+    """Generation of the registration in force."""
     peers: dict[str, int] = msgspec.field(default_factory=dict)
     """Connected ranks by engine id."""
 
@@ -92,8 +94,11 @@ class PrometheusCollector:
 
         stats: Stats = self._worker.stats()
         names, values = list(self._labels), list(self._labels.values())
-        for field in ("live",):
-            gauge = GaugeMetricFamily(f"nixl_fast_{field}_requests", "Requests without a result yet", labels=names)
+        for field, text in (
+            ("live", "Requests without a result yet"),
+            ("generation", "Generation of the registration"),
+        ):
+            gauge = GaugeMetricFamily(f"nixl_fast_{field}", text, labels=names)
             gauge.add_metric(values, getattr(stats, field))
             yield gauge
         gauge = GaugeMetricFamily("nixl_fast_peers", "Connected ranks by engine", labels=[*names, "peer"])
@@ -113,7 +118,7 @@ class PrometheusCollector:
                 buckets[-1] = ("+Inf", buckets[-1][1])
                 histogram.add_metric(values, buckets=buckets, sum_value=value.total)
                 yield histogram
-            elif isinstance(value, int) and name != "live":
+            elif isinstance(value, int) and name not in ("live", "generation"):
                 counter = CounterMetricFamily(f"nixl_fast_{name}", name.replace("_", " "), labels=names)
                 counter.add_metric(values, value)
                 yield counter

@@ -521,6 +521,7 @@ class TransferWorker:
         )
         self._endpoint.register(layout, self._memory)
         self._metadata = self._endpoint.metadata()
+        self._stats.generation = layout.generation
         self._context = context
         self._poller = zmq.Poller()
         self._server = self._socket(zmq.ROUTER)
@@ -1119,8 +1120,8 @@ class TransferWorker:
 
     def _finish(self, job: _Job, status: Status) -> None:
         del self._jobs[job.request.request_id]
-        for link in job.plans.links() if job.plans else job.waiting or ():
-            if link not in job.told and link.engine_id == job.request.peer:
+        for link in self._listeners(job):
+            if link not in job.told:
                 self._send(link, self._done_message(job, ok=status is Status.DONE))
         moved_at = time.perf_counter()
         if job.posted_at:
@@ -1141,6 +1142,14 @@ class TransferWorker:
                 timings=job.timings,
             )
         )
+
+    def _listeners(self, job: _Job) -> list[_Link]:
+        """Who has to hear that a job is over; a cancelled one may have to connect for it, since blocks are held."""
+        if job.plans:
+            return job.plans.links()
+        if job.error or not job.request.addresses:
+            return [link for link in self._links.values() if link.engine_id == job.request.peer]
+        return [self._link(address) for address in job.request.addresses]
 
     def _done_message(self, job: _Job, *, ok: bool) -> wire.Done:
         layout = self._the_layout
@@ -1186,6 +1195,7 @@ class TransferWorker:
         self._nixl.register(self._layout, memory)
         self._metadata = self._nixl.metadata()
         self._memory, self._keep, self._registering = memory, keep, None
+        self._stats.generation = generation
         for address in connected:
             self._link(address)
 

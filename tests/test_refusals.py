@@ -240,12 +240,18 @@ def test_geometry(make: Callable[[], object], words: list[str]) -> None:
         pytest.param(engine((Group(FULL, 256, 2),)), ["region 0", "local 64", "remote 32"], id="length-per-unit"),
         pytest.param(engine((Group(FULL, 384, 2),)), ["region 0", "64", "3"], id="length-not-divisible"),
         pytest.param(engine((Group(FULL, 4095),)), ["4095", "64", "256"], id="split-limit"),
+        pytest.param(
+            engine((Group(FULL, 32),), (Region(0, 32, 2**23 + 1, 40),)),
+            ["rows of the remote table", "8388609"],
+            id="too-many-rows",
+        ),
         pytest.param(engine(num_kv_heads=2), ["num_kv_heads", "local 1", "remote 2"], id="P49-one-field-differs"),
     ],
 )
 def test_pairs_of_layouts(remote: EngineLayout, words: list[str]) -> None:
+    local = engine((Group(FULL, 16),), (Region(0, 16, 4),)) if remote.groups[0].block_size == 32 else engine()
     with pytest.raises(GeometryError) as refused:
-        TransferPlan(engine(), remote)
+        TransferPlan(local, remote)
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 

@@ -64,6 +64,7 @@ _IDLE = 50  # milliseconds to wait for a message when nothing is under way
 _MAX_RANKS = 4096  # of one peer
 _MAX_CLIENTS = 4096  # peers that are remembered
 _MAX_REASON = 4096  # characters of a refusal, which quotes the peer
+_WITHDRAWAL = 0.1  # seconds between taking a promise back and giving the memory up
 _BURST = 256  # messages taken from one socket before the others get their turn
 
 
@@ -458,6 +459,8 @@ class TransferWorker:
     def close(self) -> None:
         """Ends every request, waits for what NIXL cannot stop, and releases everything; a second call does nothing.
 
+        Peers that are using held blocks are told that these are gone, so that they report no success with them.
+
         Requests that had no result fail with `TransferError`; `poll` still returns them.
         """
         if self._thread is None or self._closing:
@@ -723,7 +726,8 @@ class TransferWorker:
         if link.error is not None:
             return
         link.error = error
-        log.warning("connection with %s (%s) ends: %s", link, link.engine_id, error, extra={"peer": link.engine_id})
+        level = logging.INFO if self._closing else logging.WARNING
+        log.log(level, "connection with %s (%s) ends: %s", link, link.engine_id, error, extra={"peer": link.engine_id})
         for job in self._jobs.values():
             if job.plans and link in job.plans.links():
                 self._fail(job, error)
@@ -1208,12 +1212,23 @@ class TransferWorker:
             for job in list(self._jobs.values()):
                 self._advance(job)
             time.sleep(_NAP)
+        self._withdraw()
         for wait in list(self._waits.values()):
             self._end_wait(wait, Status.FAILED, closed)
         for link in list(self._links.values()):
             self._drop(link, closed)
         self._sweep()
         self._quietly(self._nixl.deregister)
+
+    def _withdraw(self) -> None:
+        """Takes back what peers were promised, and lets them hear of it before the memory is anybody else's."""
+        begun = [wait.request_id for wait in self._waits.values() if wait.begun]
+        if not begun:
+            return
+        for identity in self._clients:
+            with contextlib.suppress(zmq.ZMQError):
+                self._server.send_multipart((identity, wire.encode(wire.Gone(begun))), zmq.NOBLOCK)
+        time.sleep(_WITHDRAWAL)
 
     def _die(self, error: NixlFastError) -> None:
         self._dead = error

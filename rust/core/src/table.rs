@@ -8,6 +8,10 @@ use crate::error::{Error, Result, Side, ensure};
 /// Descriptors one list may hold, so that the last id is 2^31 - 1.
 pub const MAX_DESCRIPTORS: u64 = 1 << 31;
 
+/// Strided rows one list may need, of 40 bytes each: padded blocks that are cut need a row each, and a peer says how many
+/// blocks it has.
+const MAX_ROWS: u64 = 1 << 23;
+
 /// One side of a segment: evenly spaced blocks of `split` back-to-back units each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -53,6 +57,17 @@ impl Span {
         } else {
             let row = |block| [self.base + u64::from(block) * self.stride, len, self.device, len, self.split.into()];
             out.extend((0..self.blocks).map(row));
+        }
+    }
+
+    /// Number of strided rows.
+    fn row_count(&self, len: u64) -> u64 {
+        if self.blocks == 0 {
+            0
+        } else if self.is_dense(len) || self.split == 1 {
+            1
+        } else {
+            self.blocks.into()
         }
     }
 
@@ -127,7 +142,7 @@ impl Table {
     /// Checks every segment of `side` and numbers its descriptors.
     pub fn new(segments: &[Segment], side: Side) -> Result<Self> {
         let mut starts = Vec::with_capacity(segments.len());
-        let mut count = 0_u64;
+        let (mut count, mut rows) = (0_u64, 0_u64);
         for segment in segments {
             let span = segment.span(side);
             span.check(segment.len, || format!("{} ({side})", segment.name))?;
@@ -136,6 +151,9 @@ impl Table {
             if count > MAX_DESCRIPTORS {
                 return Err(Error::TooManyDescriptors { side, count, limit: MAX_DESCRIPTORS });
             }
+            rows += span.row_count(segment.len);
+            let rule = || format!("at most {MAX_ROWS}: blocks that are padded and cut need a row each");
+            ensure(rows <= MAX_ROWS, || format!("rows of the {side} table"), rows, rule)?;
         }
         Ok(Self { starts, side })
     }

@@ -877,6 +877,21 @@ def test_memory_that_a_peer_has_begun_to_read_is_not_given_away() -> None:
     fabric.assert_clean()
 
 
+def test_closing_takes_back_what_a_reader_was_promised() -> None:
+    fabric = Fabric(manual=True)
+    with pair(fabric) as (producer, consumer):
+        producer.worker.hold("a@p")
+        pull(consumer, producer)
+        until(fabric.moving)
+        time.sleep(0.2)  # the promise arrives
+        producer.worker.close()
+        time.sleep(0.2)  # and what takes it back
+        fabric.finish_all()
+        (result,) = consumer.inbox.wait("a")
+        assert result.status is Status.FAILED
+        assert "does not hold" in str(result.error)
+
+
 def test_a_new_handshake_follows_a_new_registration_without_being_asked_for() -> None:
     fabric = Fabric()
     with pair(fabric) as (producer, consumer):

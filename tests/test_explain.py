@@ -73,6 +73,21 @@ def test_slices_and_source_ranks_are_shown() -> None:
     assert "local bytes 8192 .. 16384 of a kernel block; remote bytes 0 .. 8192 of a kernel block" in texts[1]
 
 
+def test_a_plan_that_fills_blocks_only_in_part_says_so() -> None:
+    plans = examples()["dense-gqa-tp4-to-tp1"].plans()
+    assert "region 0 (and 7 more): 8192 of 32768 bytes of every block; other ranks of the peer" in plans[0].explain()
+    assert "see plan_peer" not in examples()["mla-tp8-to-tp2"].plans()[0].explain()
+
+
+def test_a_refusal_is_json_too(tmp_path: Path) -> None:
+    deployment = examples()["dense-gqa-tp4-to-tp1"]
+    short = msgspec.structs.replace(deployment, remote=deployment.remote[:3])
+    (tmp_path / "short.json").write_bytes(msgspec.json.encode(short))
+    out = explain(tmp_path / "short.json", "--json")
+    assert out.exit_code == 1
+    assert "8192 would stay unwritten" in json.loads(out.stdout)["refused"]
+
+
 def test_an_unstated_order_is_pointed_out() -> None:
     group = (Group(GroupKind.FULL_ATTENTION, 16),)
     local = EngineLayout("d", group, (Region(0, 64, 9),), num_kv_heads=4)

@@ -272,6 +272,7 @@ def test_p34_the_other_way_round() -> None:
         pytest.param([stage(0, 1, range(9))], ["layers.8.k", "no local region"], id="layer-unknown"),
         pytest.param([stage(0, 2, range(4))] * 2, ["rank 0 of stage 0", "twice"], id="rank-twice"),
         pytest.param([], ["empty"], id="no-ranks"),
+        pytest.param(stage(0, 2, range(4)), ["one layout", "all the peer's ranks"], id="no-list"),
     ],
 )
 def test_incomplete_stages(remote: list[EngineLayout], words: list[str]) -> None:
@@ -404,6 +405,14 @@ def test_coarse_units_move_the_same_bytes_with_fewer_descriptors() -> None:
         moved.append([addr + byte - 1000 for addr, size, _ in rows for byte in range(0, size, 16)])
     assert moved[0][:7] == [16 * unit for unit in [12, 13, 14, 15, 28, 29, 30]]
     assert moved[1][:7] == [16 * unit for unit in [20, 21, 22, 23, 24, 25, 26]]
+
+
+def test_choices_that_do_not_exist_are_refused() -> None:
+    layout = ranks(1, 64, heads=4)[0]
+    with pytest.raises(GeometryError, match="direction is 'push', it must be one of read, write"):
+        TransferPlan(layout, layout, direction="push")  # type: ignore[arg-type]
+    with pytest.raises(GeometryError, match="side is 'both', it must be one of local, remote"):
+        TransferPlan(layout, layout).expanded("both")
 
 
 def test_plan_peer_returns_plans_like_a_tuple() -> None:

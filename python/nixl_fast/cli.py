@@ -127,9 +127,14 @@ def explain(
         return
     if local is None:
         raise typer.BadParameter("LOCAL.json is missing; --example NAME prints something to start from")
-    deployment = explaining.load(local, remote, request, Direction.WRITE if write else None)
-    plans = deployment.plans()
-    reports = [explaining.report(plan, deployment.request) for plan in plans]
+    try:
+        deployment = explaining.load(local, remote, request, Direction.WRITE if write else None)
+        plans = deployment.plans()
+        reports = [explaining.report(plan, deployment.request) for plan in plans]
+    except NixlFastError as error:
+        if as_json:
+            _print_json({"refused": str(error), "error": type(error).__name__})
+        raise
     waiting = [{"pp_rank": rank.pp_rank, "tp_rank": rank.tp_rank} for rank in plans.notify_only]
     if as_json:
         _print_json({"plans": reports, "notify_only": waiting})

@@ -48,7 +48,9 @@ def load(local: Path, remote: Path | None, request: Path | None, direction: Dire
         GeometryError: A file that cannot be read, or is none of these; names it.
     """
     if remote is None:
-        deployment: Deployment = _decode(local, Deployment)
+        deployment: Deployment = _decode(
+            local, Deployment, "a deployment, as --example prints one; or REMOTE.json is missing"
+        )
     else:
         ranks = _decode(remote, EngineLayout | list[EngineLayout])
         deployment = Deployment(_decode(local, EngineLayout), ranks if isinstance(ranks, list) else [ranks])
@@ -57,13 +59,13 @@ def load(local: Path, remote: Path | None, request: Path | None, direction: Dire
     return msgspec.structs.replace(deployment, direction=direction) if direction else deployment
 
 
-def _decode(path: Path, kind: Any) -> Any:
+def _decode(path: Path, kind: Any, what: str = "what it should be") -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise GeometryError(f"{path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GeometryError(f"{path}: {error}") from None
+        raise GeometryError(f"{path} is not {what}: {error}") from None
 
 
 def report(plan: TransferPlan, request: Request | None = None) -> dict[str, Any]:
@@ -214,6 +216,8 @@ def _notes(plan: TransferPlan) -> list[str]:
     for index in range(len(plan.local.groups)):
         if index not in housed:
             notes.append(f"group {index}: nothing is moved with this rank, another rank of the peer supplies it")
+    if plan.direction is Direction.READ:
+        notes += _partial(plan)
     for assumed in dict.fromkeys(segment.assumes for segment in plan.segments if segment.assumes):
         regions = list(dict.fromkeys(segment.region for segment in plan.segments if segment.assumes == assumed))
         names = regions[0] + (f" .. {regions[-1]} ({len(regions)})" if len(regions) > 1 else "")
@@ -222,6 +226,25 @@ def _notes(plan: TransferPlan) -> list[str]:
             "Region.order does not say so"
         )
     return notes
+
+
+def _partial(plan: TransferPlan) -> list[str]:
+    """Says so if this rank's blocks are filled only in part by this one remote rank."""
+    moved: dict[str, set[range]] = {}
+    for segment in plan.segments:
+        moved.setdefault(segment.region, set()).add(segment.local_bytes)
+    partial = [
+        (name, size, region.block_len)
+        for name, region, _ in plan.local.places()
+        if name in moved and not name.startswith("mamba") and (size := sum(map(len, moved[name]))) < region.block_len
+    ]
+    if not partial:
+        return []
+    name, size, whole = partial[0]
+    more = f" (and {len(partial) - 1} more)" if len(partial) > 1 else ""
+    return [
+        f"{name}{more}: {size} of {whole} bytes of every block; other ranks of the peer supply the rest, see plan_peer"
+    ]
 
 
 def _moved(plan: TransferPlan, pairing: Pairing, request: Request, index: int) -> dict[str, Any]:

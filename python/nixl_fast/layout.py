@@ -7,7 +7,7 @@ tokens, and ``num_blocks`` counts kernel blocks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, Self
 
@@ -39,7 +39,7 @@ class BlockOrder(StrEnum):
 
 
 class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A frozen record whose fields are normalised and checked in ``__post_init__``."""
+    """A frozen record whose fields are normalised (sequences to tuples) and checked in ``__post_init__``."""
 
     def _int(self, field: str, low: int, high: int) -> int:
         value = getattr(self, field)
@@ -146,7 +146,7 @@ class Region(_Checked, frozen=True):
     block_len: int
     num_blocks: int
     block_stride: int | None = None
-    groups: tuple[int, ...] | None = None
+    groups: Sequence[int] | None = None
     device_id: int = 0
     mem_type: str = "DRAM"
     replicated: bool = False
@@ -247,8 +247,8 @@ class MambaState(_Checked, frozen=True):
         GeometryError: A value out of range.
     """
 
-    regions: tuple[Region, ...]
-    conv: tuple[ConvProjection, ...]
+    regions: Sequence[Region]
+    conv: Sequence[ConvProjection]
     state_bytes: int
 
     def __post_init__(self) -> None:
@@ -288,8 +288,8 @@ class EngineLayout(_Checked, frozen=True):
     """
 
     engine_id: str
-    groups: tuple[Group, ...]
-    regions: tuple[Region, ...]
+    groups: Sequence[Group]
+    regions: Sequence[Region]
     mamba: MambaState | None = None
     tp_rank: int = 0
     tp_size: int = 1
@@ -333,7 +333,7 @@ class EngineLayout(_Checked, frozen=True):
     def residents(self, region: Region, *, mamba: bool = False) -> tuple[int, ...]:
         """Indices of the groups that live in a region of ``regions`` (or, with ``mamba``, of ``mamba.regions``)."""
         if region.groups is not None:
-            return region.groups
+            return tuple(region.groups)
         return tuple(index for index in range(len(self.groups)) if self.is_mamba(index) == mamba)
 
     def places(self) -> Iterator[tuple[str, Region, tuple[int, ...]]]:

@@ -128,8 +128,12 @@ class Lane(NamedTuple):
 class TransferPlan:
     """Everything about this rank and that remote rank which does not depend on a request.
 
-    Made directly, a plan moves all that the two ranks have in common; `plan_peer` makes the plans of several remote
-    ranks such that together they move everything exactly once.
+    A plan cuts both memories into *units* of ``unit_tokens`` tokens: kernel blocks, or pieces of them where the two sides'
+    kernel blocks differ. Each of the two lists (`local_table`, `remote_table`) numbers its descriptors, and `pair` says
+    which of them belong together.
+
+    Made directly, a plan moves what the two ranks have in common, which is only a part where tensor parallelism differs;
+    `plan_peer` makes the plans of all remote ranks such that together they move everything exactly once.
 
     Args:
         local: This rank.
@@ -163,7 +167,7 @@ class TransferPlan:
         compare(local, remote)
         self.local = local
         self.remote = remote
-        self.direction = Direction(direction)
+        self.direction = _direction(direction)
         self.heads = share.heads
         self._units = unit_tokens(local, remote)
         self._segments = segments(local, remote, self._units, share)
@@ -200,7 +204,9 @@ class TransferPlan:
         Args:
             side: ``"local"`` or ``"remote"``.
         """
-        return self._native.expanded(Side(side) is Side.LOCAL)
+        if side not in list(Side):
+            raise GeometryError(f"side is {side!r}, it must be one of {', '.join(Side)}")
+        return self._native.expanded(side == Side.LOCAL)
 
     def pair(
         self,
@@ -210,15 +216,22 @@ class TransferPlan:
         num_tokens: int | None = None,
         num_computed_blocks: Sequence[int | None] | None = None,
     ) -> Pairing:
-        """Pairs one request's blocks; one native call.
+        """Pairs one request's blocks, by token position; one native call.
+
+        The consumer is the local side of a READ and the remote side of a WRITE. Positions that are not given are taken
+        from these rules, and a request that contradicts them is refused:
+
+        - Without ``num_computed_blocks`` the consumer's last block holds the last of ``num_tokens`` tokens.
+        - Without ``num_tokens`` both lists end with the block that holds the last token; only for equal block sizes, or
+          for a consumer that has nothing cached (``num_computed_blocks`` of 0).
 
         Args:
             local_block_ids: This rank's logical block ids, one list per group. Inputs are never changed.
             remote_block_ids: The peer's logical block ids, one list per group. The producer lists the whole sequence
                 (a sliding-window group may list its tail).
             num_tokens: Tokens whose KV the producer holds for the request.
-            num_computed_blocks: Per group the logical index, in the sequence, of the consumer's first listed block:
-                the number of blocks that it has cached. None where unknown; ignored for Mamba groups.
+            num_computed_blocks: Per group the logical index, in the sequence, of the consumer's first listed block: how
+                many of *its* blocks it has cached. None where unknown; ignored for Mamba groups.
 
         Returns:
             The descriptor indices of both sides and what is not moved.
@@ -273,7 +286,8 @@ class TransferPlan:
         return render(report(self))
 
     def __repr__(self) -> str:
-        return f"TransferPlan({self.local.engine_id!r}, {self.remote.engine_id!r}, direction={self.direction.value!r})"
+        local, remote = (f"{side.engine_id!r} rank {side.tp_rank}/{side.tp_size}" for side in (self.local, self.remote))
+        return f"TransferPlan({local}, {remote}, direction={self.direction.value!r})"
 
 
 class PeerPlans(tuple[TransferPlan, ...]):
@@ -313,11 +327,14 @@ def plan_peer(
         GeometryError: Ranks that contradict each other, a pair that no plan can be made for, or bytes that would be left
             unwritten or written twice, with their number.
     """
+    direction = _direction(direction)
+    if isinstance(remote_ranks, EngineLayout):
+        raise GeometryError("remote_ranks is one layout; pass a list with the layouts of all the peer's ranks")
     ranks = sorted(remote_ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank))
     _check_ranks(ranks)
     plans, notify_only = [], []
     for remote in ranks:
-        consumer, producer = (local, remote) if Direction(direction) is Direction.READ else (remote, local)
+        consumer, producer = (local, remote) if direction is Direction.READ else (remote, local)
         share = _share(consumer, producer)
         if share is None:
             continue
@@ -326,7 +343,7 @@ def plan_peer(
             plans.append(plan)
         else:
             notify_only.append(remote)
-    if Direction(direction) is Direction.READ:
+    if direction is Direction.READ:
         _check_coverage(local, plans, ranks)
     return PeerPlans(plans, notify_only)
 
@@ -422,6 +439,13 @@ def _check_coverage(local: EngineLayout, plans: Sequence[TransferPlan], ranks: S
                         f"and {written - distinct} be written twice by the remote ranks given (stage.rank: {given}); "
                         f"the peer has {ranks[0].pp_size} stages of {ranks[0].tp_size} ranks"
                     )
+
+
+def _direction(value: Direction) -> Direction:
+    try:
+        return Direction(value)
+    except ValueError:
+        raise GeometryError(f"direction is {value!r}, it must be one of {', '.join(Direction)}") from None
 
 
 def _count(name: str, value: int) -> int:

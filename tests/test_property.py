@@ -4,6 +4,7 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +77,9 @@ class World(NamedTuple):
     def producer(self) -> EngineLayout:
         return consumer_and_producer(self.local, self.remote, self.direction)[1]
 
+    def plan(self) -> TransferPlan:
+        return TransferPlan(self.local, self.remote, direction=self.direction)
+
     def request(
         self,
         consumer_ids: list[list[int]],
@@ -102,9 +106,10 @@ class Place(NamedTuple):
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     kinds = draw(st.lists(st.sampled_from(GroupKind), min_size=1, max_size=3))
+    twins = draw(st.integers(0, 2)) == 0  # the two sides are alike, as they mostly are; whole blocks move at once
     usual = draw(st.sampled_from(SHAPES))
-    shapes = [draw(st.sampled_from([usual, usual, *SHAPES])) for _ in kinds]
-    pairs = [draw(group_pairs(kind, shape)) for kind, shape in zip(kinds, shapes, strict=True)]
+    shapes = [(1, 1) if twins else draw(st.sampled_from([usual, usual, *SHAPES])) for _ in kinds]
+    pairs = [draw(group_pairs(kind, shape, twins=twins)) for kind, shape in zip(kinds, shapes, strict=True)]
     attention = [index for index, kind in enumerate(kinds) if kind is not GroupKind.MAMBA]
     states = [index for index, kind in enumerate(kinds) if kind is GroupKind.MAMBA]
     places = []
@@ -128,7 +133,8 @@ def worlds(draw: st.DrawFn) -> World:
     made = []
     for side, engine in enumerate(("L", "R")):
         mem_type = draw(st.sampled_from(["DRAM", "VRAM"]))
-        regions = draw(placed_regions(places, side, mem_type, {True: states, False: attention}))
+        how = "dense" if twins else draw(st.sampled_from(["dense", "padded", "pages of one size"]))
+        regions = draw(placed_regions(places, side, how, mem_type, {True: states, False: attention}))
         in_order = [[r for r, p in zip(regions, places, strict=True) if p.mamba == mamba] for mamba in (False, True)]
         made.append(
             EngineLayout(
@@ -146,13 +152,13 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @st.composite
-def group_pairs(draw: st.DrawFn, kind: GroupKind, shape: tuple[int, int]) -> tuple[Group, Group]:
+def group_pairs(draw: st.DrawFn, kind: GroupKind, shape: tuple[int, int], *, twins: bool) -> tuple[Group, Group]:
     """A group as both sides have it; ``shape`` is the number of units in their kernel blocks."""
     if kind is GroupKind.MAMBA:
         local, remote = (Group(kind, draw(st.integers(1, 8)), draw(st.integers(1, 3))) for _ in range(2))
         return local, remote
     unit = draw(st.integers(1, 4))
-    if draw(st.booleans()):  # one logical block size
+    if twins or draw(st.booleans()):  # one logical block size
         more = draw(st.integers(1, 3))
         ratios = (shape[1] * more, shape[0] * more)
     else:
@@ -188,7 +194,7 @@ def page_counts(draw: st.DrawFn, pairs: Sequence[tuple[Group, Group]], groups: t
 
 @st.composite
 def placed_regions(
-    draw: st.DrawFn, places: Sequence[Place], side: int, mem_type: str, residents: dict[bool, list[int]]
+    draw: st.DrawFn, places: Sequence[Place], side: int, how: str, mem_type: str, residents: dict[bool, list[int]]
 ) -> list[Region]:
     """Addresses for one side; regions that have no group in common may be the same memory."""
     homes: list[list[int]] = []
@@ -203,7 +209,6 @@ def placed_regions(
     offsets: dict[int, int] = {}
     devices: dict[int, int] = {}
     ends = {0: 0, 1: 0}
-    how = draw(st.sampled_from(["dense", "padded", "pages of one size"]))
     least = max(place.lengths[side] for place in places) if how == "pages of one size" else 1
     for home in draw(st.permutations(homes)):
         device = draw(st.integers(0, 1))
@@ -554,22 +559,20 @@ def test_the_reference_knows_the_golden_vectors(case: dict[str, Any]) -> None:
     ids = [[numbers(items) for items in case[f"{side}_ids"]] for side in ("local", "remote")]
     direction = Direction(case.get("direction", "read"))
 
-    def answer() -> list[GroupResult]:
+    def reference() -> list[GroupResult]:
         return reference_pairs(local, remote, direction, ids[0], ids[1], case.get("num_tokens"), case.get("computed"))
 
     if "error" in case:
         with pytest.raises(Refused):
-            answer()
+            reference()
         return
-    for (pairs, untransferred), expect in zip(answer(), case["expect"], strict=True):
+    for (pairs, untransferred), expect in zip(reference(), case["expect"], strict=True):
         assert pairs == list(zip(numbers(expect["remote"]), numbers(expect["local"]), strict=True))
         assert untransferred == numbers(expect["rest"])
 
 
-def answers(world: World, request: Request) -> tuple[TransferPlan, Pairing] | None:
+def answer(world: World, plan: TransferPlan, request: Request) -> Pairing | None:
     """The native answer after it was compared with the reference; None if both refuse."""
-    describe(world, request)
-    plan = TransferPlan(world.local, world.remote, direction=world.direction)
     before = repr(request)
     reason = None
     try:
@@ -578,17 +581,14 @@ def answers(world: World, request: Request) -> tuple[TransferPlan, Pairing] | No
         )
     except Refused as refused:
         reason = str(refused)
-        note(f"reference refuses: {reason}")
     error = None
     try:
         pairing = pair(plan, request)
     except (BlockIdError, PairingError, GeometryError) as refused:
         error = repr(refused)
-        note(f"native code refuses: {error}")
     assert repr(request) == before
     assert (error is None) == (reason is None), f"only one of the two refuses: native {error}, reference {reason}"
     if error is not None:
-        event("refused")
         return None
     for group, (pairs, untransferred) in enumerate(expected):
         remote_units, local_units = pairing.kernel_pairs(group)
@@ -605,8 +605,7 @@ def answers(world: World, request: Request) -> tuple[TransferPlan, Pairing] | No
     assert pairing.notify_only == (not descriptors)
     assert pairing.num_bytes == sum(each.length for each in descriptors)
     assert pairing.num_runs == count_runs(descriptors)
-    event("moves bytes" if descriptors else "moves nothing")
-    return plan, pairing
+    return pairing
 
 
 def pair(plan: TransferPlan, request: Request) -> Pairing:
@@ -634,8 +633,11 @@ def describe(world: World, request: Request | None = None) -> None:
 @given(cases())
 def test_a_right_request_moves_every_byte_to_its_token(case: Case) -> None:
     world, request, truth, certain = case
-    answer = answers(world, request)
-    assert answer is not None, "the request is right and was refused"
+    describe(world, request)
+    plan = world.plan()
+    pairing = answer(world, plan, request)
+    assert pairing is not None, "the request is right and was refused"
+    event("moves nothing" if pairing.notify_only else "moves bytes")
     placements = reference_placements(*world, request)
     for placed, true, absolute in zip(placements, truth, certain, strict=True):
         if isinstance(true, Slots) or isinstance(placed, Slots):
@@ -647,7 +649,7 @@ def test_a_right_request_moves_every_byte_to_its_token(case: Case) -> None:
         assert not (shift and absolute)
         assert placed.consumer == [(index + shift, block) for index, block in true.consumer]
         assert placed.producer.items() <= {(index + shift, block) for index, block in true.producer.items()}
-    moves_the_right_bytes(world, request, *answer)
+    moves_the_right_bytes(world, request, plan, pairing)
 
 
 @thorough
@@ -663,17 +665,74 @@ def test_any_request_is_refused_or_moves_the_right_bytes(case: tuple[World, list
 
 
 def refused_or_right(world: World, requests: list[Request]) -> None:
+    plan = world.plan()
     for request in requests:
-        answer = answers(world, request)
-        if answer is not None:
-            moves_the_right_bytes(world, request, *answer)
+        describe(world, request)
+        pairing = answer(world, plan, request)
+        event("refused" if pairing is None else "moves nothing" if pairing.notify_only else "moves bytes")
+        if pairing is not None:
+            moves_the_right_bytes(world, request, plan, pairing)
+
+
+SHORT = list(
+    product(
+        [None, 0, 1, 3, 4, 5, 8, 9],  # tokens
+        [None, 0, 1, 2],  # computed
+        [[5], [5, 4], [0, 4], [5, 6, 4], [0, 0, 7, 8]],  # consumer
+        [[], [3], [0, 2], [4, 3], [3, 4, 5], [0, 4, 3, 6]],  # producer
+    )
+)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [((4, 1), (4, 1)), ((4, 2), (4, 2)), ((4, 2), (4, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1)), ((6, 1), (4, 1))],
+)
+def test_every_short_request(ours: tuple[int, int], theirs: tuple[int, int], window: int | None) -> None:
+    kind = GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION
+    sides = []
+    for size, ratio in (ours, theirs):
+        region = Region(4096, 12 * size // ratio, 10 * ratio)
+        sides.append(EngineLayout("E", (Group(kind, size, ratio, window),), (region,), null_block_id=0))
+    world = World(sides[0], sides[1], Direction.READ)
+    plan = world.plan()
+    for tokens, computed, local_ids, remote_ids in SHORT:
+        answer(world, plan, Request([local_ids], [remote_ids], tokens, [computed]))
+
+
+@pytest.mark.parametrize("run", [1, 2, 7, 10**6])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "direction"),
+    [
+        ((16, 1), (16, 1), Direction.READ),
+        ((16, 4), (16, 4), Direction.READ),
+        ((32, 2), (16, 1), Direction.WRITE),
+        ((48, 3), (64, 2), Direction.READ),
+        ((16, 1), (128, 1), Direction.WRITE),
+    ],
+)
+def test_a_long_request(ours: tuple[int, int], theirs: tuple[int, int], direction: Direction, run: int) -> None:
+    tokens, regions = 20_011, 3
+    sides, ids = [], []
+    for side, (size, ratio) in enumerate((ours, theirs)):
+        length, count = 2 * size // ratio, -(-tokens // size)
+        places = [Region(10**9 * index, length, 2 * count * ratio) for index in range(regions)]
+        sides.append(EngineLayout("E", (Group(GroupKind.FULL_ATTENTION, size, ratio),), tuple(places)))
+        runs = [list(range(2 * count))[first : first + run] for first in range(0, 2 * count, run)]
+        random.Random(side).shuffle(runs)
+        ids.append([block for each in runs for block in each][:count])
+    world = World(sides[0], sides[1], direction)
+    pairing = answer(world, world.plan(), Request([ids[0]], [ids[1]], tokens))
+    assert pairing is not None
+    assert pairing.num_descs >= regions * tokens // max(ours[0], theirs[0])
 
 
 @quick
 @given(worlds())
 def test_tables_list_every_unit(world: World) -> None:
     describe(world)
-    plan = TransferPlan(world.local, world.remote, direction=world.direction)
+    plan = world.plan()
     for side, table in ((Side.LOCAL, plan.local_table), (Side.REMOTE, plan.remote_table)):
         expected: list[tuple[int, int, int]] = []
         for segment in segments(world.local, world.remote):
@@ -721,7 +780,7 @@ def as_form(ids: Sequence[int], form: str, layout: str) -> Any:
 def test_every_form_of_ids_gives_the_same_answer(case: tuple[World, list[Request]], data: st.DataObject) -> None:
     world, request = case[0], case[1][0]
     describe(world, request)
-    plan = TransferPlan(world.local, world.remote, direction=world.direction)
+    plan = world.plan()
     local, remote = (
         [
             as_form(
@@ -762,7 +821,7 @@ def test_a_chain_of_shared_regions_is_no_shared_memory() -> None:
     request = Request([[5], [4], [5]], [[1], [2], [3]])
     pairs = reference_pairs(*world, request.local_ids, request.remote_ids)
     assert pairs == [([(1, 5)], []), ([(2, 4)], []), ([(3, 5)], [])]
-    plan = TransferPlan(world.local, world.remote, direction=world.direction)
+    plan = world.plan()
     moves_the_right_bytes(world, request, plan, pair(plan, request))
 
 

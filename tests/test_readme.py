@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | 
 @pytest.mark.parametrize("source", EXAMPLES)
 def test_example(source: str) -> None:
     assert "assert " in source  # an example that shows nothing checks nothing
-    exec(compile(source, str(README), "exec"), {})  # noqa: S102
+    exec(compile(source, str(README), "exec"), {"__name__": "readme"})  # noqa: S102
 
 
 def test_there_are_examples() -> None:

@@ -88,7 +88,10 @@ class Endpoint:
             if region.num_blocks and not any(_inside(region, each) for each in ranges):
                 raise GeometryError(
                     f"{name}: bytes {region.base_addr:#x} .. {region.end_addr:#x} ({region.mem_type}, device "
-                    f"{region.device_id}) are not inside one registered range"
+                    f"{region.device_id}) are not inside one registered range; the ranges are "
+                    + ", ".join(
+                        f"{each.addr:#x} .. {each.addr + each.nbytes:#x} ({each.mem_type})" for each in ranges[:4]
+                    )
                 )
         for mem_type in dict.fromkeys(each.mem_type for each in ranges):
             rows = [(each.addr, each.nbytes, each.device_id, "") for each in ranges if each.mem_type == mem_type]

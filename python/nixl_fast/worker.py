@@ -47,6 +47,19 @@ from nixl_fast.plan import (
 )
 from nixl_fast.stats import Stats
 
+__all__ = [
+    "ExpandRule",
+    "Kind",
+    "Memory",
+    "RemoteBlocks",
+    "Request",
+    "Result",
+    "Stats",
+    "Status",
+    "Timings",
+    "TransferWorker",
+]
+
 try:
     import zmq
 except ImportError as missing:  # pragma: no cover - the extra is installed wherever tests run
@@ -274,7 +287,8 @@ class TransferWorker:
         host: Address to listen on; the default reaches only this machine.
         port: Port to listen on; 0 lets the system choose, see `address`.
         lease: Seconds that blocks are held for a peer after its last sign of life about the request.
-        peer_timeout: Seconds of silence after which a peer that has requests under way is given up.
+        peer_timeout: Seconds of silence after which a peer that has requests under way is given up; a handshake may take
+            twice as long.
         agent: Makes the NIXL agent from its name; the default is UCX with `nixl_fast.agent.UCX_THREADS` threads.
     """
 
@@ -333,12 +347,14 @@ class TransferWorker:
 
         Args:
             layout: The rank's layout, with real addresses.
-            memory: What to register: `Memory` ranges, or objects of the buffer protocol (kept alive); default: the
-                regions of the layout.
+            memory: What to register: `Memory` ranges, or objects of the buffer protocol (kept alive), one or a list of
+                them; default: the regions of the layout.
 
         Raises:
             GeometryError: A region that lies in none of the ranges (from `start`, or as every request's error later).
         """
+        if isinstance(memory, Memory) or not isinstance(memory, list | tuple):
+            memory = (memory,)
         ranges = tuple(_memory(each) for each in memory)
         if self._thread is None:
             self._layout, self._memory, self._keep = layout, ranges, tuple(memory)
@@ -401,6 +417,8 @@ class TransferWorker:
 
     def hold(self, request_id: str, *, lease: float | None = None) -> None:
         """Keeps a request's blocks readable until every consumer rank has notified; call it before a peer may read.
+
+        A read that fails notifies too: the blocks are given back, and another try needs another hold.
 
         Args:
             request_id: What the peer's ``remote_request_id`` will say.
@@ -669,9 +687,7 @@ class TransferWorker:
                     self._check_generation(link, None, message.generation)
                 case wire.Gone():
                     for job in self._jobs_on(link, message.request_ids):
-                        self._fail(
-                            job, TransferError(f"peer at {link} does not hold this request's blocks, or not any more")
-                        )
+                        self._fail(job, TransferError(_gone(job, link)))
                 case wire.Pong():
                     self._check_generation(link, message.instance, message.generation)
                 case _:
@@ -903,7 +919,11 @@ class TransferWorker:
         elif wait.ok:
             self._end_wait(wait, Status.DONE)
         else:
-            self._end_wait(wait, Status.FAILED, TransferError(f"{message.engine_id} gave the request up"))
+            self._end_wait(
+                wait,
+                Status.FAILED,
+                TransferError(f"{message.engine_id} gave the request up; hold or expect it again before another try"),
+            )
 
     def _awaited(self, peer: EngineLayout, kind: Kind) -> int:
         """How many ranks of a peer have to notify."""
@@ -1244,6 +1264,15 @@ class TransferWorker:
 
 class _PeerRefusedError(NixlFastError):
     """A refusal that is sent to the peer and has been counted."""
+
+
+def _gone(job: _Job, link: _Link) -> str:
+    """What a peer's ``Gone`` means, and what to do."""
+    name, call = job.request.remote_request_id, "hold" if job.kind is Kind.READ else "expect"
+    return (
+        f"peer at {link} does not hold the blocks of its request {name!r}, or not any more: it calls {call}({name!r}) before "
+        "a transfer, and again before another try"
+    )
 
 
 def _checked_address(address: Any) -> tuple[str, int]:

@@ -207,12 +207,9 @@ def group_rows(local: EngineLayout, remote: EngineLayout, units: Sequence[int]) 
 
 def sharing(layout: EngineLayout) -> list[list[int]]:
     """Sets of groups whose blocks lie in the same memory, page for page: an id can be in use by only one of them."""
-    homes: dict[tuple[int, int, int, str], set[int]] = {}
-    for _, region, groups in layout.places():
-        key = (region.base_addr, region.stride, region.device_id, region.mem_type)
-        homes.setdefault(key, set()).update(groups)
-    sets = {frozenset(home) for home in homes.values()}
-    return sorted(sorted(each) for each in sets if not any(each < other for other in sets))
+    found = {frozenset(groups) for _, _, groups in layout.places()}
+    found |= {frozenset(groups) | frozenset(others) for (_, _, groups), (_, _, others) in layout.overlapping()}
+    return sorted(sorted(each) for each in found if not any(each < other for other in found))
 
 
 def segments(local: EngineLayout, remote: EngineLayout, units: Sequence[int], share: Share) -> list[Segment]:
@@ -269,6 +266,13 @@ def _attention(local: EngineLayout, remote: EngineLayout, units: Sequence[int], 
         _same(f"{match.name}: replicated", replicated, remote.is_replicated(match.remote))
         if replicated and not share.replicated:
             continue
+        heads = _heads(local, remote, share, match, replicated=replicated)
+        kinds = {local.groups[group].kind for group in match.groups}
+        if not replicated and GroupKind.MLA in kinds and not heads.whole:
+            raise GeometryError(
+                f"{match.name} holds mla blocks, which every rank has whole, and blocks of heads, which unequal tensor "
+                "parallelism cuts; give them regions of their own"
+            )
         # Groups of a region may cut its blocks differently; each way of cutting makes its own segments.
         ways: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
         for group in match.groups:
@@ -277,7 +281,7 @@ def _attention(local: EngineLayout, remote: EngineLayout, units: Sequence[int], 
             ratios = (both[0].blocks_per_logical, both[1].blocks_per_logical)
             ways.setdefault((splits, ratios), []).append(group)
         for (splits, ratios), groups in ways.items():
-            yield from _cut(match, groups, splits, ratios, _heads(local, remote, share, replicated=replicated))
+            yield from _cut(match, groups, splits, ratios, heads)
 
 
 class _Heads(NamedTuple):
@@ -292,9 +296,11 @@ class _Heads(NamedTuple):
         return self.counts == (self.moved, self.moved)
 
 
-def _heads(local: EngineLayout, remote: EngineLayout, share: Share, *, replicated: bool) -> _Heads:
-    if replicated:
-        return _Heads((1, 1), (0, 0), 1)
+def _heads(local: EngineLayout, remote: EngineLayout, share: Share, match: Match, *, replicated: bool) -> _Heads:
+    if replicated:  # MLA has no heads to tell apart, another replicated region has all of them on every rank
+        mla = all(local.groups[group].kind is GroupKind.MLA for group in match.groups)
+        count = 1 if mla else local.num_kv_heads
+        return _Heads((count, count), (0, 0), count)
     ours, theirs = kv_heads(local), kv_heads(remote)
     first = (share.heads.start - ours.start, share.heads.start - theirs.start)
     return _Heads((len(ours), len(theirs)), first, len(share.heads))
@@ -324,6 +330,12 @@ def _cut(
             "Region.order on both sides if they are"
         )
     per_head = by_tokens and order is BlockOrder.HEAD_MAJOR
+    stated = [region.order is not None or count == 1 for region, count in zip(regions, heads.counts, strict=True)]
+    if per_head and not all(stated):
+        raise GeometryError(
+            f"{name}: order: local {match.local.order}, remote {match.remote.order}; blocks that are cut by tokens need it on "
+            "both sides, or on neither where they are token_major"
+        )
     pieces = heads.counts if per_head or not heads.whole else (1, 1)
     lengths = []
     for side, region, split, count in zip(("local", "remote"), regions, splits, pieces, strict=True):
@@ -386,6 +398,10 @@ def _segment(
     whole: int = 1,
 ) -> Segment:
     lane = match.local.mem_type, match.remote.mem_type
+    for side, span in zip(("local", "remote"), spans, strict=True):
+        for field, value in (("bytes per unit", length), ("base", span.base), ("stride", span.stride)):
+            if value >= 2**64:
+                raise GeometryError(f"{name} ({side}): {field} is {value}, it must be below 2^64")
     return Segment(name, length, spans[0], spans[1], groups, whole, match.name, lane, covered[0], covered[1])
 
 

@@ -264,6 +264,10 @@ class MambaState(_Checked, frozen=True):
         return sum(projection.size_bytes for projection in self.conv) + self.state_bytes
 
 
+Place = tuple[str, Region, tuple[int, ...]]
+"""A region with its name and the groups that live in it."""
+
+
 class EngineLayout(_Checked, frozen=True):
     """Everything a peer has to know about one rank.
 
@@ -336,7 +340,7 @@ class EngineLayout(_Checked, frozen=True):
             return tuple(region.groups)
         return tuple(index for index in range(len(self.groups)) if self.is_mamba(index) == mamba)
 
-    def places(self) -> Iterator[tuple[str, Region, tuple[int, ...]]]:
+    def places(self) -> Iterator[Place]:
         """Every region with its name and the groups that live in it, attention first."""
         for index, region in enumerate(self.regions):
             yield region.title(index), region, self.residents(region)
@@ -394,6 +398,8 @@ class EngineLayout(_Checked, frozen=True):
                 raise GeometryError(f"layer {max(named, key=named.count)!r} names two regions")
             if self.pp_size > 1 and len(named) != len(names):
                 raise GeometryError("a layout of several pipeline stages needs a layer name for every region")
+            if named and len(named) != len(names):
+                raise GeometryError(f"layer names {len(named)} of {len(names)} regions; name all of them or none")
         if self.mamba is not None and not any(map(self.is_mamba, range(len(self.groups)))):
             raise GeometryError("EngineLayout.mamba is given but no group is of kind mamba")
 
@@ -411,14 +417,48 @@ class EngineLayout(_Checked, frozen=True):
                     )
 
     def _check_overlap(self) -> None:
-        places = sorted((place for place in self.places() if place[1].num_blocks), key=lambda place: place[1].base_addr)
-        for index, (name, region, groups) in enumerate(places):
-            for other_name, other, other_groups in places[index + 1 :]:
-                if other.base_addr >= region.end_addr and other.device_id == region.device_id:
+        for (name, region, groups), (other_name, other, other_groups) in self.overlapping():
+            if shared := set(groups) & set(other_groups):
+                raise GeometryError(f"{name} and {other_name} overlap and both hold blocks of group {min(shared)}")
+            if not _same_pages(region, other):
+                raise GeometryError(
+                    f"{name} and {other_name} overlap but do not have their pages in common (base {region.base_addr:#x} "
+                    f"stride {region.stride}, base {other.base_addr:#x} stride {other.stride}); groups can share memory "
+                    "only page by page"
+                )
+
+    def overlapping(self) -> Iterator[tuple[Place, Place]]:
+        """Pairs of regions whose blocks or state slots share bytes."""
+        places = sorted(
+            (
+                (name, self._used(name, region, groups), groups)
+                for name, region, groups in self.places()
+                if region.num_blocks
+            ),
+            key=lambda place: (place[1].mem_type, place[1].device_id, place[1].base_addr),
+        )
+        for index, place in enumerate(places):
+            region = place[1]
+            for other in places[index + 1 :]:
+                if other[1].base_addr >= region.end_addr or other[1].device_id != region.device_id:
                     break
-                shared = set(groups) & set(other_groups)
-                if shared and region.overlaps(other):
-                    raise GeometryError(f"{name} and {other_name} overlap and both hold blocks of group {min(shared)}")
+                if region.overlaps(other[1]):
+                    yield place, other
+
+    def _used(self, name: str, region: Region, groups: Sequence[int]) -> Region:
+        """A region with the bytes of each page that are really used: state slots fill the gaps between their pages."""
+        if self.mamba is None or not name.startswith("mamba"):
+            return region
+        slot = self.mamba.slot_bytes
+        length = slot if slot <= region.block_len else region.stride
+        return msgspec.structs.replace(region, block_len=length, block_stride=region.stride)
+
+
+def _same_pages(first: Region, second: Region) -> bool:
+    """Whether page ``i`` of one lies within page ``i`` of the other, gaps included."""
+    offset = abs(first.base_addr - second.base_addr)
+    later = first if first.base_addr > second.base_addr else second
+    return first.stride == second.stride and offset + later.block_len <= first.stride
 
 
 def describe(value: Any) -> str:

@@ -97,12 +97,12 @@ def expand_groups(
         raise BlockIdError(f"block_ids must be a list or tuple with one list of ids per group, got {block_ids!r}")
     if len(block_ids) != len(kinds):
         raise BlockIdError(f"block_ids has {len(block_ids)} groups, kinds has {len(kinds)}")
-    ratios = [ratio] * len(kinds) if isinstance(ratio, int) else list(ratio)
+    ratios = list(ratio) if isinstance(ratio, Sequence) else [ratio] * len(kinds)
     if len(ratios) != len(kinds):
         raise GeometryError(f"ratio has {len(ratios)} entries for {len(kinds)} groups")
     out = []
     for index, (ids, kind, each) in enumerate(zip(block_ids, kinds, ratios, strict=True)):
-        if kind not in ROUTES:
+        if kind not in list(GroupKind):
             raise GeometryError(f"kinds[{index}] is {kind!r}, it must be one of {', '.join(GroupKind)}")
         count = _count("ratio", each)
         if ROUTES[GroupKind(kind)] is Route.SLOTS:
@@ -144,7 +144,7 @@ class TransferPlan:
         GeometryError: The two cannot exchange blocks, or not certainly the right ones; names the field and both values.
     """
 
-    __slots__ = ("_native", "_segments", "_units", "direction", "heads", "local", "remote")
+    __slots__ = ("_lanes", "_native", "_segments", "_units", "direction", "heads", "local", "remote")
 
     heads: range
     """KV heads that this plan moves, counted over the whole model; empty where only replicated bytes or state move."""
@@ -164,7 +164,11 @@ class TransferPlan:
         return plan
 
     def _make(self, local: EngineLayout, remote: EngineLayout, direction: Direction, share: Share) -> None:
+        for name, layout in (("local", local), ("remote", remote)):
+            if not isinstance(layout, EngineLayout):
+                raise GeometryError(f"{name} must be an EngineLayout, got {layout!r}")
         compare(local, remote)
+        self._lanes: tuple[Lane, ...] | None = None
         self.local = local
         self.remote = remote
         self.direction = _direction(direction)
@@ -231,7 +235,8 @@ class TransferPlan:
                 (a sliding-window group may list its tail).
             num_tokens: Tokens whose KV the producer holds for the request.
             num_computed_blocks: Per group the logical index, in the sequence, of the consumer's first listed block: how
-                many of *its* blocks it has cached. None where unknown; ignored for Mamba groups.
+                many of *its* blocks it has cached (under context parallelism, on its rank). None where unknown; ignored
+                for Mamba groups.
 
         Returns:
             The descriptor indices of both sides and what is not moved.
@@ -251,6 +256,8 @@ class TransferPlan:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """The lists by memory type; one lane unless a layout mixes DRAM and VRAM."""
+        if self._lanes is not None:
+            return self._lanes
         names = list(dict.fromkeys(segment.lane for segment in self._segments))
         made, starts, tables = [], [0, 0], [self.local_table, self.remote_table]
         for name in names:
@@ -264,7 +271,8 @@ class TransferPlan:
                 parts.append((table[first : last + 1] if end > starts[side] else table[:0], starts[side]))
                 starts[side] = end
             made.append(Lane(*name, parts[0][0], parts[1][0], parts[0][1], parts[1][1]))
-        return tuple(made)
+        self._lanes = tuple(made)
+        return self._lanes
 
     def split(self, pairing: Pairing) -> tuple[tuple[NDArray[np.int32], NDArray[np.int32]], ...]:
         """A pairing's indices by lane, each counted from its lane's start: ``(local, remote)`` per lane of `lanes`."""
@@ -345,6 +353,8 @@ def plan_peer(
             notify_only.append(remote)
     if direction is Direction.READ:
         _check_coverage(local, plans, ranks)
+    else:
+        _check_complete(local, ranks)
     return PeerPlans(plans, notify_only)
 
 
@@ -413,6 +423,18 @@ def _share(consumer: EngineLayout, producer: EngineLayout) -> Share | None:
     return Share(range(max(wanted.start, held.start), min(wanted.stop, held.stop)), other == nearest)
 
 
+def _check_complete(producer: EngineLayout, ranks: Sequence[EngineLayout]) -> None:
+    """Refuses to push to some of the ranks that wait for this producer."""
+    given = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
+    for stage in range(ranks[0].pp_size):
+        for tp_rank in range(ranks[0].tp_size):
+            absent = msgspec.structs.replace(ranks[0], tp_rank=tp_rank) if (stage, tp_rank) not in given else None
+            if absent is not None and _share(absent, producer) is not None:
+                raise GeometryError(
+                    f"remote rank {tp_rank} of stage {stage} waits for this rank but is not among those given"
+                )
+
+
 def _check_coverage(local: EngineLayout, plans: Sequence[TransferPlan], ranks: Sequence[EngineLayout]) -> None:
     """Refuses plans that together leave a byte of a local block unwritten or write one twice."""
     covered: dict[tuple[str, int, int], list[range]] = {}
@@ -450,5 +472,5 @@ def _direction(value: Direction) -> Direction:
 
 def _count(name: str, value: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or not 1 <= int(value) < 2**31:
-        raise GeometryError(f"{name} is {value!r}, it must be an integer of 1 or more")
+        raise GeometryError(f"{name} is {value!r}, it must be an integer in 1 .. {2**31 - 1}")
     return int(value)

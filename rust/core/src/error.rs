@@ -142,6 +142,15 @@ pub enum Error {
         limit: u64,
     },
 
+    /// More memory than there is.
+    #[error("{what} needs {bytes} bytes, more than can be allocated")]
+    OutOfMemory {
+        /// What was to be made.
+        what: String,
+        /// Its size.
+        bytes: u64,
+    },
+
     // -- pairing: `PairingError`
     /// The request as a whole makes no certain pairing.
     #[error("group {group}: {reason}")]
@@ -167,4 +176,13 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Refuses a number that breaks `rule`.
 pub(crate) fn ensure(ok: bool, what: impl FnOnce() -> String, value: u64, rule: impl FnOnce() -> String) -> Result<()> {
     if ok { Ok(()) } else { Err(Error::Invalid { what: what(), value, rule: rule() }) }
+}
+
+/// An empty vector with room for `count` elements, or a refusal instead of an abort.
+pub(crate) fn reserve<T>(what: &str, count: u64) -> Result<Vec<T>> {
+    let mut out = Vec::new();
+    let bytes = count.saturating_mul(size_of::<T>() as u64);
+    let refused = |_| Error::OutOfMemory { what: what.to_owned(), bytes };
+    out.try_reserve_exact(usize::try_from(count).unwrap_or(usize::MAX)).map_err(refused)?;
+    Ok(out)
 }

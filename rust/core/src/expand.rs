@@ -1,6 +1,6 @@
 //! Logical block ids to kernel block ids, for one list.
 
-use crate::error::{Error, Ids, Result, ensure};
+use crate::error::{Error, Ids, Result, ensure, reserve};
 use crate::table::MAX_DESCRIPTORS;
 
 /// Kernel block ids of `ids`: logical `b` becomes `b*ratio .. b*ratio + width`.
@@ -20,7 +20,9 @@ pub fn expand(block_ids: &[u32], ratio: u32, width: u32, ids: Ids) -> Result<Vec
     // The largest expanded id, b * ratio + width - 1, has to stay below 2^31.
     let limit = (MAX_DESCRIPTORS + u64::from(ratio - width)) / u64::from(ratio);
     check_below(block_ids, limit, ids)?;
-    let mut out = Vec::with_capacity(block_ids.len() * width as usize);
+    let total = block_ids.len() as u64 * u64::from(width);
+    ensure(total <= MAX_DESCRIPTORS, || "number of expanded ids".to_owned(), total, || "at most 2^31".to_owned())?;
+    let mut out = reserve("the expanded list", total)?;
     for &block in block_ids {
         let first = block * ratio;
         out.extend((first..first + width).map(|id| id as i32));

@@ -235,6 +235,12 @@ impl Plan {
         // A group that shares its memory with no other still lists no block twice.
         let alone = (0..groups.len()).filter(|group| !sharing.iter().flatten().any(|each| each == group));
         sharing.extend(alone.map(|group| vec![group]).collect::<Vec<_>>());
+        for side in [Side::Local, Side::Remote] {
+            let bytes: u128 =
+                segments.iter().map(|each| u128::from(each.len) * u128::from(each.span(side).count())).sum();
+            let what = || format!("bytes of the {side} list");
+            ensure(bytes < 1 << 64, what, u64::MAX, || format!("below 2^64, they are {bytes}"))?;
+        }
         let takes_whole = |index: usize| {
             segments.iter().any(|segment| segment.groups.contains(&index) && matches!(segment.take, Take::Whole(_)))
         };
@@ -429,6 +435,7 @@ fn check_group(index: usize, groups: &[Group], segments: &[Segment]) -> Result<(
             check(what, value, value > 0, &|| "1 or more".to_owned())?;
         }
         let unit = u64::from(group.unit_tokens);
+        check("units", units, !slots || units == 1, &|| "1, a state slot is indivisible".to_owned())?;
         check("block_tokens", tokens, slots || units * unit == tokens, &|| format!("{units} units of {unit} tokens"))?;
         for (what, value) in [("units", limit * units), ("pages", limit * u64::from(at.pages))] {
             check(what, value, value <= MAX_DESCRIPTORS, &|| "at most 2^31".to_owned())?;
@@ -622,6 +629,13 @@ impl Request<'_> {
     fn pair(&self) -> std::result::Result<GroupPairs, String> {
         if self.consumer.is_empty() {
             return Ok(GroupPairs::default());
+        }
+        let consumer = self.sides().0;
+        let tokens = self
+            .first
+            .map_or(0, |first| u128::from(first) * u128::from(consumer.block_tokens) * u128::from(consumer.ranks));
+        if self.group.order != Order::Slots && tokens >= u128::from(MAX_TOKENS) {
+            return Err(format!("num_computed_blocks places the consumer at token {tokens}, it must be below 2^48"));
         }
         match self.group.order {
             Order::Slots => self.slots(),
@@ -870,14 +884,21 @@ impl Request<'_> {
             return Err("context-parallel blocks are paired by position; pass num_tokens, below 2^48".to_owned());
         };
         let block = u64::from(consumer.block_tokens);
-        let first = match self.first {
-            Some(first) => u64::from(first),
-            None => (tokens.div_ceil(block * ranks_c)).checked_sub(listed).ok_or_else(|| {
+        let first = if let Some(first) = self.first {
+            u64::from(first)
+        } else {
+            // Some engines list a block on every rank even where the sequence ends before it; both ways of counting have
+            // to say the same.
+            let blocks = tokens.div_ceil(block);
+            let own = blocks.saturating_sub(consumer.rank.into()).div_ceil(ranks_c);
+            let placed = (own == blocks.div_ceil(ranks_c)).then(|| own.checked_sub(listed)).flatten();
+            placed.ok_or_else(|| {
                 format!(
-                    "consumer lists {listed} blocks of {block} tokens on each of {ranks_c} ranks but {tokens} tokens need \
-                     fewer; pass num_computed_blocks to place them"
+                    "consumer lists {listed} blocks of {block} tokens, {tokens} tokens need {own} on rank {} of {ranks_c}; \
+                     pass num_computed_blocks (blocks of this rank) to place them",
+                    consumer.rank
                 )
-            })?,
+            })?
         };
         let end = tokens.div_ceil(self.group.unit_tokens.into());
         let mut out = GroupPairs::default();

@@ -3,7 +3,7 @@
 //! A descriptor id is flat: the start of its segment plus the unit's index in the segment. [`Span::unit`] is the last
 //! step of a block id's way to a byte address.
 
-use crate::error::{Error, Result, Side, ensure};
+use crate::error::{Error, Result, Side, ensure, reserve};
 
 /// Descriptors one list may hold, so that the last id is 2^31 - 1.
 pub const MAX_DESCRIPTORS: u64 = 1 << 31;
@@ -175,13 +175,12 @@ impl Table {
     }
 
     /// The same list as `(addr, len, device)`, one row per descriptor.
-    #[must_use]
-    pub fn expanded(&self, segments: &[Segment]) -> Vec<[u64; 3]> {
+    pub fn expanded(&self, segments: &[Segment]) -> Result<Vec<[u64; 3]>> {
         let total: u64 = segments.iter().map(|segment| segment.span(self.side).count()).sum();
-        let mut out = Vec::with_capacity(total as usize);
+        let mut out = reserve("the expanded list", total)?;
         for [addr, len, device, stride, count] in self.rows(segments) {
             out.extend((0..count).map(|index| [addr + index * stride, len, device]));
         }
-        out
+        Ok(out)
     }
 }

@@ -18,7 +18,8 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::Invalid { .. }
         | Error::StrideTooSmall { .. }
         | Error::AddressOverflow { .. }
-        | Error::TooManyDescriptors { .. } => (&GEOMETRY, "GeometryError"),
+        | Error::TooManyDescriptors { .. }
+        | Error::OutOfMemory { .. } => (&GEOMETRY, "GeometryError"),
         Error::Pairing { .. } | Error::ComputedCount { .. } => (&PAIRING, "PairingError"),
     };
     raise(py, cell, name, error.to_string())

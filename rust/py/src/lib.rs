@@ -148,7 +148,7 @@ impl NativePlan {
     /// One row per descriptor of one side, `uint64[N, 3]`.
     fn expanded<'py>(&self, py: Python<'py>, local: bool) -> PyResult<Bound<'py, PyArray2<u64>>> {
         let rows = py.detach(|| self.plan.table(side(local)).expanded(self.plan.segments()));
-        into_matrix(py, rows)
+        into_matrix(py, rows.map_err(|error| to_py(py, &error))?)
     }
 
     /// Pairs one request.

@@ -4,6 +4,7 @@ uv run pytest benches/test_pair.py
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def _warm(shape: Shape) -> Callable[[], Any]:
 CONTESTANTS: Contestants = {
     "ours": lambda shape: shape.pair,
     "numpy": _numpy,
-    "fill fresh memory": lambda shape: lambda count=_count(shape): fill_fresh(count),
+    "fill fresh memory": lambda shape: partial(fill_fresh, _count(shape)),
     "fill warm memory": _warm,
 }
 

@@ -13,6 +13,7 @@ from nixl_fast import (
     Group,
     GroupKind,
     MambaState,
+    PairingError,
     PeerPlans,
     Region,
     TransferPlan,
@@ -231,6 +232,17 @@ def test_context_parallel_tail_is_reported_by_the_plan_it_belongs_to() -> None:
     assert [pairing.untransferred(0).tolist() for pairing in pairings] == [[], [13]]
 
 
+def test_context_parallel_ranks_past_the_remainder_need_a_position() -> None:
+    # 7 blocks on 2 ranks: rank 1 holds 3 (global 1, 3, 5), but an engine may list a fourth on it
+    plan = plan_peer(dcp(2, "d")[1], dcp(2, "p"))[0]
+    with pytest.raises(PairingError, match="pass num_computed_blocks"):
+        plan.pair([[7, 8, 9]], [[20, 21, 22]], num_tokens=7 * 16)
+    pairing = plan.pair([[7, 8, 9]], [[20, 21, 22]], num_tokens=7 * 16, num_computed_blocks=[0])
+    assert [ids.tolist() for ids in pairing.kernel_pairs(0)] == [[20, 21, 22], [7, 8, 9]]
+    with pytest.raises(PairingError, match="below 2"):
+        plan.pair([[7]], [[20]], num_tokens=2**48)
+
+
 def test_context_parallel_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(GeometryError, match="dcp_size: local 2, remote 3"):
         plan_peer(dcp(2, "d")[0], dcp(3, "p"))
@@ -352,6 +364,39 @@ def test_orders_that_differ_are_refused() -> None:
     consumer = ranks(1, 64, heads=4, engine="d", order=BlockOrder.TOKEN_MAJOR)[0]
     with pytest.raises(GeometryError, match="order: local token_major, remote head_major"):
         plan_peer(consumer, ranks(1, 64, heads=4, order=BlockOrder.HEAD_MAJOR))
+
+
+def test_one_side_s_order_does_not_speak_for_the_other() -> None:
+    consumer = ranks(1, 64, heads=4, engine="d", group=Group(FULL, 4))[0]
+    with pytest.raises(GeometryError, match="order: local None, remote head_major"):
+        plan_peer(consumer, ranks(1, 32, heads=4, group=Group(FULL, 2), order=BlockOrder.HEAD_MAJOR))
+
+
+def test_a_replicated_region_of_several_heads_is_cut_head_by_head() -> None:
+    def engine(name: str, tokens: int) -> EngineLayout:
+        region = Region(1000, 8 * tokens, 4, replicated=True, order=BlockOrder.HEAD_MAJOR)
+        return EngineLayout(name, (Group(FULL, tokens),), (region,), num_kv_heads=4)
+
+    plan = TransferPlan(engine("d", 4), engine("p", 2))
+    # a block is 4 heads x tokens x 2 bytes: units of 2 tokens are 4 bytes, and head h starts at h * 8 here, h * 4 there
+    assert plan.local_table[:, 1].tolist()[0] == 4
+    assert len({segment.name for segment in plan.segments}) == 4
+
+
+def test_mla_and_heads_in_one_region_are_refused_where_heads_are_cut() -> None:
+    def engine(name: str, size: int, rank: int = 0) -> EngineLayout:
+        groups = (Group(FULL, 16), Group(MLA, 16))
+        return EngineLayout(name, groups, (Region(1000, 64 // size, 4),), None, rank, size, num_kv_heads=4)
+
+    assert TransferPlan(engine("d", 1), engine("p", 1)).local_table.tolist() == [[1000, 64, 0, 64, 4]]
+    with pytest.raises(GeometryError, match="region 0 holds mla blocks"):
+        plan_peer(engine("d", 1), [engine("p", 2, rank) for rank in range(2)])
+
+
+def test_a_push_to_some_of_the_ranks_that_wait_is_refused() -> None:
+    consumers = ranks(2, 32, heads=4, engine="d")
+    with pytest.raises(GeometryError, match="remote rank 1 of stage 0 waits for this rank"):
+        plan_peer(ranks(1, 64, heads=4)[0], consumers[:1], direction=Direction.WRITE)
 
 
 def test_a_push_is_the_same_cut_seen_from_the_producer() -> None:

@@ -210,6 +210,37 @@ def test_positions(fields: dict[str, Any], words: list[str]) -> None:
         pytest.param(
             lambda: engine(regions=(Region(0, 64, 4), Region(32, 64, 4))), ["region 0", "region 1"], id="overlap"
         ),
+        pytest.param(
+            lambda: engine((GROUP, GROUP), (Region(0, 4, 8, groups=(0,)), Region(0, 4, 8, 8, groups=(1,)))),
+            ["region 0", "region 1", "pages in common"],
+            id="groups-share-bytes-but-not-pages",
+        ),
+        pytest.param(
+            lambda: engine(
+                (Group(MAMBA, 16, 2),), (), mamba=MambaState((Region(0, 16, 4, 32), Region(16, 16, 4, 32)), (), 40)
+            ),
+            ["mamba region 0", "mamba region 1", "group 0"],
+            id="slots-in-each-other-s-gaps",
+        ),
+        pytest.param(
+            lambda: engine(regions=(Region(0, 64, 2, layer="a"), Region(999, 64, 2))),
+            ["1 of 2 regions"],
+            id="half-named",
+        ),
+        pytest.param(
+            lambda: TransferPlan(*(engine(regions=(Region(0, 2**63, 2),)),) * 2),
+            ["region 0", str(2**64), "2^64"],
+            id="logical-block-of-2^64-bytes",
+        ),
+        pytest.param(
+            lambda: TransferPlan(*(engine(regions=(Region(0, 2**62, 2), Region(2**62 * 2, 2**62, 2))),) * 2),
+            ["bytes of the local list"],
+            id="more-bytes-than-addresses",
+        ),
+        pytest.param(
+            lambda: expand_block_ids([0] * 10, 2**31 - 1), ["number of expanded ids", "2^31"], id="expanded-too-far"
+        ),
+        pytest.param(lambda: TransferPlan(1, engine()), ["local", "EngineLayout"], id="no-layout"),  # type: ignore[arg-type]
         pytest.param(lambda: engine(tp_rank=2, tp_size=2), ["tp_rank", "2"], id="tp-rank"),
         pytest.param(lambda: engine(null_block_id=-1), ["null_block_id", "-1"], id="null-negative"),
         pytest.param(lambda: EngineLayout("", (GROUP,), (Region(0, 16, 2),)), ["engine_id"], id="engine-id"),

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from nixl_fast import bench as benching
 from nixl_fast import explain as explaining
 from nixl_fast.demo import Report, ScenarioResult, run_demo
+from nixl_fast.doctor import doctor
 from nixl_fast.errors import NixlFastError
 from nixl_fast.plan import Direction
 from nixl_fast.scenarios import SCENARIOS, Scenario
@@ -192,6 +193,9 @@ def bench(
             f"{row.ours_us / row.warm_fill_us:.2f}",
         )
     _console().print(table)
+
+
+app.command()(doctor)
 
 
 def _print_json(document: Any) -> None:

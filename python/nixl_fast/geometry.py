@@ -136,6 +136,9 @@ def compare(local: EngineLayout, remote: EngineLayout) -> None:
     Raises:
         GeometryError: Names the field and both values.
     """
+    for side, layout in (("local", local), ("remote", remote)):
+        if not isinstance(layout, EngineLayout):
+            raise GeometryError(f"{side} must be an EngineLayout, got {layout!r}")
     _same("number of groups", len(local.groups), len(remote.groups))
     for index, (ours, theirs) in enumerate(pairs_of(local, remote)):
         _same(f"groups[{index}].kind", ours.kind, theirs.kind)

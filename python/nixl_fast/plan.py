@@ -150,6 +150,7 @@ class TransferPlan:
     """KV heads that this plan moves, counted over the whole model; empty where only replicated bytes or state move."""
 
     def __init__(self, local: EngineLayout, remote: EngineLayout, *, direction: Direction = Direction.READ) -> None:
+        compare(local, remote)
         self._make(local, remote, direction, _everything(local, remote))
         if not self._segments:
             raise GeometryError(
@@ -164,9 +165,6 @@ class TransferPlan:
         return plan
 
     def _make(self, local: EngineLayout, remote: EngineLayout, direction: Direction, share: Share) -> None:
-        for name, layout in (("local", local), ("remote", remote)):
-            if not isinstance(layout, EngineLayout):
-                raise GeometryError(f"{name} must be an EngineLayout, got {layout!r}")
         compare(local, remote)
         self._lanes: tuple[Lane, ...] | None = None
         self.local = local

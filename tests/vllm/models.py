@@ -1,0 +1,74 @@
+"""Tiny checkpoints with real random weights: large enough that wrong KV changes the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 512
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _llama() -> Any:
+    return transformers.LlamaConfig(**_COMMON, tie_word_embeddings=False)
+
+
+def _gemma2() -> Any:
+    return transformers.Gemma2Config(**_COMMON, sliding_window=64, query_pre_attn_scalar=64)
+
+
+def _nemotron_h() -> Any:
+    return transformers.NemotronHConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        hybrid_override_pattern="M*M-",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        attention_head_dim=64,
+        mamba_num_heads=4,
+        mamba_head_dim=64,
+        ssm_state_size=32,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=64,
+        max_position_embeddings=2048,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+CONFIGS = {"llama": _llama, "gemma2": _gemma2, "nemotron_h": _nemotron_h}
+
+
+def make(name: str, folder: Path) -> Path:
+    """Writes the checkpoint, once; returns its folder."""
+    path = folder / name
+    if not (path / "config.json").exists():
+        torch.manual_seed(7)
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+        if model.config.tie_word_embeddings:
+            with torch.no_grad():
+                model.get_input_embeddings().weight.mul_(0.05)
+        model.save_pretrained(path)
+    return path

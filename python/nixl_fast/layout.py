@@ -195,18 +195,6 @@ class Region(_Checked, frozen=True):
         """What messages call the region with this index."""
         return f"region {index}" + (f" ({self.layer})" if self.layer else "")
 
-    def overlaps(self, other: Region) -> bool:
-        """Whether a kernel block of one shares a byte with a kernel block of the other."""
-        first, second = (self, other) if self.base_addr <= other.base_addr else (other, self)
-        if (first.mem_type, first.device_id) != (second.mem_type, second.device_id):
-            return False
-        if second.base_addr >= first.end_addr or not first.num_blocks or not second.num_blocks:
-            return False
-        if first.stride != second.stride:
-            return True  # not decided block by block: nobody lays memory out like that on purpose
-        offset = (second.base_addr - first.base_addr) % first.stride
-        return offset < first.block_len or first.stride - offset < second.block_len
-
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
@@ -430,28 +418,32 @@ class EngineLayout(_Checked, frozen=True):
     def overlapping(self) -> Iterator[tuple[Place, Place]]:
         """Pairs of regions whose blocks or state slots share bytes."""
         places = sorted(
-            (
-                (name, self._used(name, region, groups), groups)
-                for name, region, groups in self.places()
-                if region.num_blocks
-            ),
+            (place for place in self.places() if place[1].num_blocks),
             key=lambda place: (place[1].mem_type, place[1].device_id, place[1].base_addr),
         )
         for index, place in enumerate(places):
             region = place[1]
             for other in places[index + 1 :]:
-                if other[1].base_addr >= region.end_addr or other[1].device_id != region.device_id:
+                where = (other[1].mem_type, other[1].device_id)
+                if where != (region.mem_type, region.device_id) or other[1].base_addr >= region.end_addr:
                     break
-                if region.overlaps(other[1]):
+                if self._share_bytes(place, other):
                     yield place, other
 
-    def _used(self, name: str, region: Region, groups: Sequence[int]) -> Region:
-        """A region with the bytes of each page that are really used: state slots fill the gaps between their pages."""
+    def _share_bytes(self, place: Place, later: Place) -> bool:
+        """Whether two regions share bytes, of which the later one starts within the other's extent."""
+        stride = place[1].stride
+        if later[1].stride != stride:
+            return True  # not decided block by block: nobody lays memory out like that on purpose
+        offset = (later[1].base_addr - place[1].base_addr) % stride
+        return offset < self._page_bytes(place) or stride - offset < self._page_bytes(later)
+
+    def _page_bytes(self, place: Place) -> int:
+        """Bytes of each page that are used; a state slot of several pages also fills the gaps between them."""
+        name, region, _ = place
         if self.mamba is None or not name.startswith("mamba"):
-            return region
-        slot = self.mamba.slot_bytes
-        length = slot if slot <= region.block_len else region.stride
-        return msgspec.structs.replace(region, block_len=length, block_stride=region.stride)
+            return region.block_len
+        return self.mamba.slot_bytes if self.mamba.slot_bytes <= region.block_len else region.stride
 
 
 def _same_pages(first: Region, second: Region) -> bool:

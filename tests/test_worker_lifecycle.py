@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nixl_fast import GeometryError, StalePlanError, TransferError, wire
 from nixl_fast.plan import Direction
 from nixl_fast.worker import PIECE, Kind, Result, Status
-from worker_rig import Bytes, Engine, Fabric, Move, Rig, Spec, moves_of, request, rig, until
+from worker_rig import Bytes, Engine, Fabric, Move, Rig, Spec, moves_of, ranks, request, rig, until
 
 P = Spec("p", seed=1)
 D = Spec("d", seed=2)
@@ -234,19 +234,25 @@ def test_a_lease_that_nobody_uses_expires(made: Rig) -> None:
 
 def test_late_repeated_and_unknown_notifications_are_counted() -> None:
     fabric = Fabric()
-    two = Spec("d", seed=2, tp_size=2)
     with Engine(P, fabric) as producer:
         context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
         try:
-            socket.connect(f"tcp://{producer.address[0]}:{producer.address[1]}")
-            socket.send(wire.encode(wire.Hello("x", two.layout(two.memory()))))
-            assert isinstance(wire.decode(socket.recv()), wire.Welcome)
             producer.worker.hold("a")
             producer.worker.hold("b")
+            nonces = {("nobody", 0): 1}
+            sockets = [context.socket(zmq.DEALER) for _ in range(2)]
+            for two, socket in zip(ranks(Spec("d", seed=2), 2), sockets, strict=True):
+                socket.connect(f"tcp://{producer.address[0]}:{producer.address[1]}")
+                socket.send(wire.encode(wire.Hello("x", two.layout(two.memory()))))
+                assert isinstance(wire.decode(socket.recv()), wire.Welcome)
+                socket.send(wire.encode(wire.Begin(1.0, Direction.READ, ["a", "b"])))
+                held = wire.decode(socket.recv())
+                assert isinstance(held, wire.Held)
+                nonces |= {("ab"[at], two.tp_rank): nonce for at, nonce in enumerate(held.nonces)}
             name = fabric.of("p").name
             for request_id, rank in (("a", 0), ("a", 0), ("nobody", 0), ("a", 1), ("a", 1), ("b", 0), ("b", 0)):
-                fabric.deliver("d", name, wire.encode(wire.Done(request_id, "d", 0, rank, True)))
+                nonce = nonces[request_id, rank]
+                fabric.deliver("d", name, wire.encode(wire.Done(request_id, "d", 0, rank, nonce, True)))
             for junk in (b"", b"junk", wire.encode(wire.Ping()), wire.encode(wire.Begin(1.0, Direction.READ, ["a"]))):
                 fabric.deliver("d", name, junk)
             assert producer.inbox.wait("a")[0].ok
@@ -421,7 +427,7 @@ class Lifecycle(RuleBasedStateMachine):
     def late_notification(self, engine: str, pick: int, rank: int) -> None:
         name = [*self.ended, "unknown"][pick % (len(self.ended) + 1)]
         target = self.fabric.of(engine).name
-        self.fabric.deliver("x", target, wire.encode(wire.Done(name, "d" if engine == "p" else "p", 0, rank, True)))
+        self.fabric.deliver("x", target, wire.encode(wire.Done(name, "d" if engine == "p" else "p", 0, rank, 5, True)))
 
     @rule(engine=st.sampled_from("pd"))
     def register_anew(self, engine: str) -> None:

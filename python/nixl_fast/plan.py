@@ -367,16 +367,18 @@ def check_pair(local: EngineLayout, remote: EngineLayout) -> None:
         TransferPlan._of(local, remote, Direction.READ, _everything(local, remote))
 
 
-def num_readers(consumer: EngineLayout, producer: EngineLayout) -> int:
-    """How many ranks of the consumer's engine look after a producer rank: read from it or only notify it."""
+def readers(consumer: EngineLayout, producer: EngineLayout) -> frozenset[tuple[int, int]]:
+    """Stage and rank of those of the consumer's engine that look after a producer rank: read from it or only notify."""
     ranks = (msgspec.structs.replace(consumer, tp_rank=rank) for rank in range(consumer.tp_size))
-    return consumer.pp_size * sum(_share(rank, producer) is not None for rank in ranks)
+    found = [rank.tp_rank for rank in ranks if _share(rank, producer) is not None]
+    return frozenset((stage, rank) for stage in range(consumer.pp_size) for rank in found)
 
 
-def num_sources(consumer: EngineLayout, producer: EngineLayout) -> int:
-    """How many ranks of the producer's engine a consumer rank hears from."""
+def sources(consumer: EngineLayout, producer: EngineLayout) -> frozenset[tuple[int, int]]:
+    """Stage and rank of those of the producer's engine that a consumer rank hears from."""
     ranks = (msgspec.structs.replace(producer, tp_rank=rank) for rank in range(producer.tp_size))
-    return producer.pp_size * sum(_share(consumer, rank) is not None for rank in ranks)
+    found = [rank.tp_rank for rank in ranks if _share(consumer, rank) is not None]
+    return frozenset((stage, rank) for stage in range(producer.pp_size) for rank in found)
 
 
 def _everything(local: EngineLayout, remote: EngineLayout) -> Share:

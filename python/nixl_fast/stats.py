@@ -59,7 +59,7 @@ class Stats(msgspec.Struct):
     malformed_messages: int = 0
     """Messages and notifications that could not be decoded."""
     late_notifications: int = 0
-    """Notifications for requests that are not waited for, or not any more."""
+    """Notifications for requests that are not waited for, or not any more, or of a promise that was not made."""
     repeated_notifications: int = 0
     """Notifications of a rank that had already notified."""
     leaked_handles: int = 0

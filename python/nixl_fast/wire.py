@@ -14,7 +14,7 @@ from nixl_fast.errors import GeometryError
 from nixl_fast.layout import EngineLayout
 from nixl_fast.plan import Direction
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Workers of different versions refuse each other at the handshake."""
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -64,16 +64,24 @@ class Begin(Message, frozen=True, tag=True):
 
 
 class Held(Message, frozen=True, tag=True):
-    """The answer to `Begin`: these requests' blocks are held from the time it was sent for one more lease."""
+    """The answer to `Begin`: these requests' blocks are held from the time it was sent for one more lease.
+
+    Each comes with the nonce of this promise to this rank, which its `Done` has to carry.
+    """
 
     sent: float
     generation: int
     request_ids: list[str]
+    nonces: list[int]
 
 
 class Gone(Message, frozen=True, tag=True):
-    """The answer to `Begin` for requests whose blocks are not held, or not any more."""
+    """The answer to `Begin` for requests whose blocks are not held, or not any more.
 
+    ``sent`` is the `Begin`'s, or 0 where a promise is taken back.
+    """
+
+    sent: float
     request_ids: list[str]
 
 
@@ -89,12 +97,13 @@ class Pong(Message, frozen=True, tag=True):
 
 
 class Done(Message, frozen=True, tag=True):
-    """One rank has finished with a request. ``request_id`` is the receiver's."""
+    """One rank has finished with a request. ``request_id`` and ``nonce`` are the receiver's, from its `Held`."""
 
     request_id: str
     engine_id: str
     pp_rank: int
     tp_rank: int
+    nonce: int
     ok: bool
 
 

@@ -8,7 +8,8 @@ Who may touch which memory, and when:
 
 - A consumer that reads first tells the producer (``Begin``), and reports success only if the producer has answered that
   it held the blocks (``Held``) for the whole of the transfer and under the registration the plan was made for.
-- A producer that writes waits for the same answer of the consumer before its first byte.
+- Either side posts its first byte only after every rank of the peer has answered, while at least half a lease of that
+  promise is left; its ``Done`` counts only with the nonce of that answer.
 - A transfer that may still move bytes has no result yet: its blocks are not free.
 """
 
@@ -18,6 +19,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 import uuid
@@ -41,9 +43,9 @@ from nixl_fast.plan import (
     Direction,
     check_pair,
     expand_groups,
-    num_readers,
-    num_sources,
     plan_peer,
+    readers,
+    sources,
 )
 from nixl_fast.stats import Stats
 
@@ -77,6 +79,8 @@ _IDLE = 50  # milliseconds to wait for a message when nothing is under way
 _MAX_RANKS = 4096  # of one peer
 _MAX_CLIENTS = 4096  # peers that are remembered
 _MAX_REASON = 4096  # characters of a refusal, which quotes the peer
+_MAX_SPENT = 65_536  # promises that are remembered after their Done
+_SIZES = ("tp_size", "pp_size", "dcp_size", "num_kv_heads")  # what all ranks of an engine say alike
 _WITHDRAWAL = 0.1  # seconds between taking a promise back and giving the memory up
 _BURST = 256  # messages taken from one socket before the others get their turn
 
@@ -101,7 +105,10 @@ class Status(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    """A lease ran out before every rank of the peer had notified. The blocks are free."""
+    """A lease ran out before every rank of the peer had notified. The engine may use the blocks again: a reader that
+    still reads them reports no success. An expectation that was begun waits half a lease more, since a writer posts
+    nothing in the last half of a promise; but bytes that it posted before and that take longer than that, or a writer
+    whose process was frozen just before a post and wakes up after it, may still arrive."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +117,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         request_id: This engine's name for the request, unique among the requests without a result.
         peer: Engine id of the peer.
-        remote_request_id: The peer's name for the request; every notification carries it.
+        remote_request_id: The peer's name for the request; every notification carries it. Unique, too, among the requests
+            to this peer in this direction that have no result yet.
         local_block_ids: This rank's logical block ids, one list per group.
         remote_block_ids: The peer's logical block ids, one list per group, the same on all its ranks.
         num_tokens: As for `TransferPlan.pair`.
@@ -146,7 +154,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         request_id: As in the request.
         kind: What was asked.
-        status: How it ended. Whatever it says, no byte of the request moves any more.
+        status: How it ended. No byte of the request moves any more, with two exceptions: an expectation that EXPIRED
+            (see there), and an ``error`` that says that bytes may still move, where NIXL could not stop a transfer.
         error: Why it failed; a `NixlFastError`.
         invalid: ``(group, block)`` of the consumer's blocks that hold no valid data. Empty unless it failed or was
             cancelled.
@@ -185,6 +194,8 @@ class _Link:
     pinged: float = 0.0
     welcome: wire.Welcome | None = None
     error: NixlFastError | None = None
+    removed: bool = False
+    """Whether NIXL has already forgotten this peer."""
 
     @property
     def engine_id(self) -> str | None:
@@ -238,11 +249,16 @@ class _Job:
     told: set[_Link] = field(default_factory=set)
     held: dict[_Link, float] = field(default_factory=dict)
     """Until when each rank of the peer has promised to hold the blocks, on this machine's clock."""
+    nonces: dict[_Link, int] = field(default_factory=dict)
+    """Which promise that is."""
+    ended: set[_Link] = field(default_factory=set)
+    """Who was told behind its last byte, within its promise: nothing more is asked of it."""
     begun: float = -math.inf
     first_begun: float = -math.inf
     give_up: float = 0.0
     posted_at: float = 0.0
     moved_at: float = 0.0
+    ended_at: float = 0.0
     timings: Timings = field(default_factory=Timings)
 
     @property
@@ -255,7 +271,18 @@ class _Job:
 
     def is_held(self, until: float) -> bool:
         """Whether every rank of the peer has promised to hold the blocks until then or longer."""
-        return self.plans is not None and all(self.held.get(link, 0.0) >= until for link in self.plans.links())
+        return all(self.held.get(link, 0.0) >= until for link in self.pending())
+
+    def may_post(self, now: float) -> bool:
+        """Whether every rank has promised to hold the blocks, and for at least half a lease from now."""
+        return all(
+            link in self.nonces and link.welcome and self.held[link] - now >= link.welcome.lease / 2
+            for link in self.pending()
+        )
+
+    def pending(self) -> list[_Link]:
+        """The ranks of the peer whose promise is still needed."""
+        return [link for link in self.plans.links() if link not in self.ended] if self.plans else []
 
     def spend(self, **seconds: float) -> None:
         """Adds to the timings."""
@@ -271,10 +298,24 @@ class _Wait:
     kind: Kind
     deadline: float
     blocks: Sequence[BlockIds] = ()
-    begun: bool = False
     cancelled: bool = False
     ok: bool = True
+    engine: str | None = None
+    """The first that began it: nobody else may."""
+    awaited: frozenset[tuple[int, int]] = frozenset()
+    """Stage and rank of those of that engine that have to notify."""
+    begun: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    """The nonce of the promise that each rank was given."""
+    layouts: dict[tuple[int, int], EngineLayout] = field(default_factory=dict)
     done: set[tuple[str, int, int]] = field(default_factory=set)
+
+
+class _Parting(NamedTuple):
+    """A Done that waits for the nonce of its promise, since its job ended before that was known."""
+
+    sent: float
+    ok: bool
+    deadline: float
 
 
 class TransferWorker:
@@ -326,10 +367,13 @@ class TransferWorker:
         self._plans: dict[tuple[str, Direction], _Plans] = {}
         self._leaving: list[_Link] = []
         self._retired: list[_Plans] = []
-        self._clients: dict[bytes, str] = {}
-        self._engines: dict[str, EngineLayout] = {}
-        self._counts: dict[tuple[str, Kind], int] = {}
+        self._clients: dict[bytes, EngineLayout] = {}
+        self._counts: dict[tuple[str, Kind], frozenset[tuple[int, int]]] = {}
+        self._covered: dict[str, tuple[tuple[EngineLayout, ...], GeometryError | None]] = {}
+        self._partings: dict[tuple[_Link, str], _Parting] = {}
+        self._spent: dict[int, None] = {}
         self._jobs: dict[str, _Job] = {}
+        self._names: dict[tuple[str, str, Kind], str] = {}
         self._waits: dict[str, _Wait] = {}
         self._registering: tuple[EngineLayout, tuple[Memory, ...], Any] | None = None
         self._later: list[tuple[_Link, wire.Welcome]] = []
@@ -343,7 +387,8 @@ class TransferWorker:
         """Says what this rank has; before `start`, and again whenever its memory is allocated anew.
 
         A second call waits (in the worker's thread) until nothing moves and no peer uses a hold or expectation, ends
-        the others as stale, and gives the registration a higher generation: peers make new plans.
+        the others as stale, and gives the registration a higher generation: peers make new plans. If NIXL or the layout
+        refuses it, the worker ends: the old memory has been given back by then.
 
         Args:
             layout: The rank's layout, with real addresses.
@@ -351,7 +396,8 @@ class TransferWorker:
                 them; default: the regions of the layout.
 
         Raises:
-            GeometryError: A region that lies in none of the ranges (from `start`, or as every request's error later).
+            GeometryError: A region that lies in none of the ranges (from `start`; later it ends the worker and is every
+                request's error).
         """
         if isinstance(memory, Memory) or not isinstance(memory, list | tuple):
             memory = (memory,)
@@ -418,7 +464,8 @@ class TransferWorker:
     def hold(self, request_id: str, *, lease: float | None = None) -> None:
         """Keeps a request's blocks readable until every consumer rank has notified; call it before a peer may read.
 
-        A read that fails notifies too: the blocks are given back, and another try needs another hold.
+        A read that fails notifies too: the blocks are given back, and another try needs another hold. A hold is for the
+        first engine that begins to read it.
 
         Args:
             request_id: What the peer's ``remote_request_id`` will say.
@@ -431,6 +478,8 @@ class TransferWorker:
 
     def expect(self, request_id: str, block_ids: Sequence[BlockIds], *, lease: float | None = None) -> None:
         """Lets producers write a request's blocks, until every producer rank has notified.
+
+        An expectation is for the first engine that begins to write it, and fails if that engine's ranks leave out a byte.
 
         Args:
             request_id: What the peer's ``remote_request_id`` will say.
@@ -446,10 +495,11 @@ class TransferWorker:
         """Asks for a request to end; its result follows once nothing moves any more, and is the only one.
 
         A hold or expectation that a peer has begun to use stays until that peer has notified or its lease has run out.
-        An unknown or finished request is ignored.
+        An unknown or finished request is ignored, as is any after `close`.
         """
         if request_id in self._live:
-            self._submit(self._do_cancel, request_id)
+            with contextlib.suppress(NixlFastError):  # a worker that has ended gives every request its result
+                self._submit(self._do_cancel, request_id)
 
     def poll(self) -> list[Result]:
         """The results since the last call."""
@@ -526,7 +576,9 @@ class TransferWorker:
             self._shut_down()
         except NixlFastError as error:
             self._die(error)
-        except Exception as error:  # a bug must not leave requests without a result
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a bug, or a panic of Rust, must not leave requests without a result
             log.exception("worker thread died")
             self._die(TransferError(f"the worker thread died: {error!r}"))
         finally:
@@ -546,6 +598,7 @@ class TransferWorker:
         self._context = context
         self._poller = zmq.Poller()
         self._server = self._socket(zmq.ROUTER)
+        self._server.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send says whether the client has gone
         try:
             if self._port:
                 self._server.bind(f"tcp://{self._host}:{self._port}")
@@ -578,7 +631,7 @@ class TransferWorker:
 
     def _poll(self, now: float) -> list[tuple[Any, int]]:
         """Messages that are there, waiting for them as long as nothing else can be missed."""
-        if any(job.moving or job.todo for job in self._jobs.values()):
+        if any(job.moving or (job.todo and job.may_post(now)) for job in self._jobs.values()):
             if now > self._busy_until:
                 time.sleep(_NAP)
             return self._poller.poll(0)
@@ -601,13 +654,15 @@ class TransferWorker:
         for link in list(self._links.values()):
             if link.socket in sockets:
                 self._hear(link)
-        if self._waits:
+        if self._waits or self._clients:
             self._quietly(self._take_notifications)
         self._watch(now)
         for job in list(self._jobs.values()):
             self._advance(job)
         for wait in list(self._waits.values()):
             self._check_wait(wait, now)
+        for key in [key for key, parting in self._partings.items() if now > parting.deadline]:
+            del self._partings[key]
         if self._leaving or self._retired or self._later:
             self._sweep()
         if self._registering and not self._is_in_use():
@@ -625,6 +680,24 @@ class TransferWorker:
             command(*args)
 
     def _do_transfer(self, request: Request, kind: Kind, submitted: float) -> None:
+        name = request.peer, request.remote_request_id, kind
+        first = self._names.setdefault(name, request.request_id)
+        if first != request.request_id:
+            error = TransferError(
+                f"request {request.request_id!r} asks for the same as {first!r}, which has no result yet: "
+                f"{request.remote_request_id!r} of {request.peer!r}"
+            )
+            blocks = request.local_block_ids if kind is Kind.READ else request.remote_block_ids
+            self._result(
+                Result(
+                    request_id=request.request_id,
+                    kind=kind,
+                    status=Status.FAILED,
+                    error=error,
+                    invalid=_blocks(blocks, self._the_layout.null_block_id if kind is Kind.READ else None),
+                )
+            )
+            return
         self._jobs[request.request_id] = _Job(request, kind, submitted)
 
     def _do_wait(self, request_id: str, kind: Kind, lease: float, blocks: Sequence[BlockIds]) -> None:
@@ -669,35 +742,70 @@ class TransferWorker:
             if link.error:
                 return
             link.heard = time.monotonic()
-            try:
-                message = _one_message(frames)
-            except GeometryError as error:
+            self._guard(link, self._heard, link, frames)
+
+    def _guard(self, link: _Link, function: Callable[..., None], *args: Any) -> None:
+        """Ends a connection whose peer says what cannot be handled; that must not end the thread."""
+        try:
+            function(*args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            log.exception("message of the peer at %s", link)
+            self._stats.malformed_messages += 1
+            self._drop(link, GeometryError(f"a message of {link} cannot be handled: {error!r}"[:_MAX_REASON]))
+
+    def _heard(self, link: _Link, frames: list[bytes]) -> None:
+        try:
+            message = _one_message(frames)
+        except GeometryError as error:
+            self._stats.malformed_messages += 1
+            if link.welcome is None:
+                self._drop(link, error)
+            return
+        match message:
+            case wire.Welcome() if link.welcome is None:
+                self._welcome(link, message)
+            case wire.Refused():
+                self._stats.refused_peers += 1
+                self._drop(link, GeometryError(f"peer at {link} refuses: {message.reason[:_MAX_REASON]}"))
+            case wire.Held():
+                self._promised(link, message)
+                self._check_generation(link, None, message.generation)
+            case wire.Gone():
+                self._taken_back(link, message)
+            case wire.Pong():
+                self._check_generation(link, message.instance, message.generation)
+            case _:
                 self._stats.malformed_messages += 1
-                if link.welcome is None:
-                    self._drop(link, error)
-                continue
-            match message:
-                case wire.Welcome() if link.welcome is None:
-                    self._welcome(link, message)
-                case wire.Refused():
-                    self._stats.refused_peers += 1
-                    self._drop(link, GeometryError(f"peer at {link} refuses: {message.reason}"))
-                case wire.Held():
-                    self._promised(link, message)
-                    self._check_generation(link, None, message.generation)
-                case wire.Gone():
-                    for job in self._jobs_on(link, message.request_ids):
-                        self._fail(job, TransferError(_gone(job, link)))
-                case wire.Pong():
-                    self._check_generation(link, message.instance, message.generation)
-                case _:
-                    self._stats.malformed_messages += 1
 
     def _promised(self, link: _Link, message: wire.Held) -> None:
+        nonces = dict(zip(message.request_ids, message.nonces, strict=True))
+        for name, nonce in nonces.items() if self._partings else ():
+            parting = self._partings.get((link, name))
+            if parting and parting.sent == message.sent:
+                del self._partings[link, name]
+                self._tell(link, name, nonce, ok=parting.ok)
         for job in self._jobs_on(link, message.request_ids):
-            # Not the promise to an earlier request of the same name.
-            if link.welcome and job.first_begun <= message.sent <= job.begun:
-                job.held[link] = message.sent + link.welcome.lease
+            nonce, known = nonces[job.request.remote_request_id], job.nonces.get(link)
+            # Not the promise to an earlier request of the same name, nor one that was answered with Done.
+            if not link.welcome or not job.first_begun <= message.sent <= job.begun:
+                continue
+            if nonce != known and (nonce in self._spent or link in job.told):
+                continue
+            if known not in (None, nonce) and job.posted_at:
+                self._fail(job, TransferError(_gone(job, link)))
+                continue
+            job.nonces[link] = nonce
+            job.held[link] = message.sent + link.welcome.lease
+
+    def _taken_back(self, link: _Link, message: wire.Gone) -> None:
+        for job in self._jobs_on(link, message.request_ids):
+            # A heartbeat may come after the notification that travels behind the bytes; and that of an earlier request
+            # of the same name says nothing about this one.
+            stale = message.sent and (link in job.told or message.sent < job.first_begun)
+            if not stale and link not in job.ended:
+                self._fail(job, TransferError(_gone(job, link)))
 
     def _welcome(self, link: _Link, welcome: wire.Welcome) -> None:
         if any(other.welcome and other.welcome.agent == welcome.agent for other in self._leaving):
@@ -716,7 +824,7 @@ class TransferWorker:
             self._nixl.add_peer(welcome.agent, welcome.metadata)
         except NixlFastError as error:
             self._stats.refused_peers += 1
-            self._send(link, wire.Refused(str(error)))
+            self._send(link, wire.Refused(str(error)[:_MAX_REASON]))
             self._drop(link, error)
             return
         for other in list(self._links.values()):
@@ -750,6 +858,8 @@ class TransferWorker:
         for key, plans in list(self._plans.items()):
             if link in plans.ranks:
                 self._retired.append(self._plans.pop(key))
+        for parting in [parting for parting in self._partings if parting[0] is link]:
+            del self._partings[parting]
         if self._links.get(link.address) is link:
             del self._links[link.address]
         self._leaving.append(link)
@@ -769,12 +879,12 @@ class TransferWorker:
             self._leaving.remove(link)
             self._poller.unregister(link.socket)
             link.socket.close(linger=100)
-            if link.welcome:
+            if link.welcome and not link.removed:
                 self._quietly(self._nixl.remove_peer, link.welcome.agent)
         waiting, self._later = self._later, []
         for link, welcome in waiting:
             if not link.error:
-                self._welcome(link, welcome)
+                self._guard(link, self._welcome, link, welcome)
 
     def _quietly(self, function: Callable[..., None], *args: Any) -> None:
         try:
@@ -822,7 +932,9 @@ class TransferWorker:
             except NixlFastError as error:
                 self._stats.malformed_messages += not isinstance(error, _PeerRefusedError)
                 answer = [wire.Refused(str(error)[:_MAX_REASON])]
-            except Exception as error:  # what a peer says must not end the thread
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # what a peer says must not end the thread; a panic of Rust is no Exception
                 log.exception("message of %d bytes from a peer", sum(map(len, frames)))
                 self._stats.malformed_messages += 1
                 answer = [wire.Refused(f"the message cannot be handled: {type(error).__name__}")]
@@ -835,16 +947,14 @@ class TransferWorker:
         if isinstance(message, wire.Hello):
             try:
                 _check_peer(layout, message.layout)
+                self._check_client(message.layout)
             except GeometryError as error:
                 self._stats.refused_peers += 1
                 log.warning("refused %s: %s", message.layout.engine_id, error, extra={"peer": message.layout.engine_id})
                 raise _PeerRefusedError(str(error)) from None
             if len(self._clients) >= _MAX_CLIENTS:  # the longest known goes; it is asked to say hello again
                 self._clients.pop(next(iter(self._clients)))
-            if len(self._engines) >= _MAX_CLIENTS:
-                self._engines.pop(next(iter(self._engines)))
-            self._clients[identity] = message.layout.engine_id
-            self._engines[message.layout.engine_id] = message.layout
+            self._clients[identity] = message.layout
             self._counts.clear()
             return [wire.Welcome(self._instance, layout, self._nixl.name, self._metadata, self._lease)]
         if identity not in self._clients:
@@ -853,37 +963,71 @@ class TransferWorker:
             case wire.Ping():
                 return [wire.Pong(self._instance, layout.generation)]
             case wire.Begin():
-                return self._begun(message)
+                return self._begun(self._clients[identity], message)
             case wire.Done():
                 self._done(message)
             case wire.Refused():
                 self._stats.refused_peers += 1
-                log.warning(
-                    "%s refuses: %s", self._clients[identity], message.reason, extra={"peer": self._clients[identity]}
-                )
+                peer = self._clients[identity].engine_id
+                log.warning("%s refuses: %s", peer, message.reason[:_MAX_REASON], extra={"peer": peer})
             case _:
                 self._stats.malformed_messages += 1
         return []
 
-    def _begun(self, message: wire.Begin) -> list[wire.AnyMessage]:
+    def _check_client(self, layout: EngineLayout) -> None:
+        """Refuses a rank that contradicts the ranks of its engine that are still connected."""
+        for identity, known in list(self._clients.items()):
+            if known.engine_id != layout.engine_id:
+                continue
+            differ = [size for size in _SIZES if getattr(known, size) != getattr(layout, size)]
+            if not differ:
+                continue
+            try:  # one that has gone counts no more
+                pong = wire.encode(wire.Pong(self._instance, self._the_layout.generation))
+                self._server.send_multipart((identity, pong), zmq.NOBLOCK)
+            except zmq.Again:
+                pass
+            except zmq.ZMQError:
+                del self._clients[identity]
+                continue
+            raise GeometryError(
+                f"{layout.engine_id} is known by other numbers: "
+                + ", ".join(
+                    f"{size} {getattr(known, size)} of rank {known.pp_rank}.{known.tp_rank}, {getattr(layout, size)} of "
+                    f"rank {layout.pp_rank}.{layout.tp_rank}"
+                    for size in differ
+                )
+            )
+
+    def _begun(self, peer: EngineLayout, message: wire.Begin) -> list[wire.AnyMessage]:
         kind = Kind.HOLD if message.direction is Direction.READ else Kind.EXPECT
         self._obey()  # the engine's hold comes before anything that a peer says about it
-        held, gone = [], []
+        held, nonces, gone, client = [], [], [], _rank_of(peer)
         for request_id in message.request_ids:
             wait = self._waits.get(request_id)
             ending = wait and (wait.cancelled or self._registering) and not wait.begun
-            if wait and wait.kind is kind and not ending:
-                wait.begun = True
+            if wait and wait.kind is kind and not ending and self._may_begin(wait, peer):
                 wait.deadline = max(wait.deadline, time.monotonic() + self._lease)
+                if wait.layouts.get(client[1:]) is not peer:  # a new connection: what came over another counts no more
+                    wait.layouts[client[1:]] = peer
+                    wait.begun[client] = secrets.randbits(63)
                 held.append(request_id)
+                nonces.append(wait.begun[client])
             else:
                 gone.append(request_id)
         answer: list[wire.AnyMessage] = []
         if held:
-            answer.append(wire.Held(message.sent, self._the_layout.generation, held))
+            answer.append(wire.Held(message.sent, self._the_layout.generation, held, nonces))
         if gone:
-            answer.append(wire.Gone(gone))
+            answer.append(wire.Gone(message.sent, gone))
         return answer
+
+    def _may_begin(self, wait: _Wait, peer: EngineLayout) -> bool:
+        """Whether a peer's rank is one that a wait is for; the first engine that begins it is the only one."""
+        client = _rank_of(peer)
+        if wait.engine is None and client[1:] in (awaited := self._awaited(peer, wait.kind)):
+            wait.engine, wait.awaited = peer.engine_id, awaited
+        return wait.engine == peer.engine_id and client[1:] in wait.awaited and client not in wait.done
 
     def _take_notifications(self) -> None:
         for message in self._nixl.notifications():
@@ -901,10 +1045,9 @@ class TransferWorker:
 
     def _done(self, message: wire.Done) -> None:
         self._obey()
-        wait, peer = self._waits.get(message.request_id), self._engines.get(message.engine_id)
+        wait = self._waits.get(message.request_id)
         rank = message.engine_id, message.pp_rank, message.tp_rank
-        known = peer and 0 <= message.pp_rank < peer.pp_size and 0 <= message.tp_rank < peer.tp_size
-        if wait is None or peer is None or not known:
+        if wait is None or wait.begun.get(rank) != message.nonce:  # not what this rank was promised, or not any more
             self._stats.late_notifications += 1
             return
         if rank in wait.done:
@@ -912,12 +1055,13 @@ class TransferWorker:
             return
         wait.done.add(rank)
         wait.ok &= message.ok
-        if sum(engine == message.engine_id for engine, _, _ in wait.done) < self._awaited(peer, wait.kind):
+        if len(wait.done) < len(wait.awaited):
             return
         if wait.cancelled:
             self._end_wait(wait, Status.CANCELLED)
         elif wait.ok:
-            self._end_wait(wait, Status.DONE)
+            error = self._uncovered(wait) if wait.kind is Kind.EXPECT else None
+            self._end_wait(wait, Status.FAILED if error else Status.DONE, error)
         else:
             self._end_wait(
                 wait,
@@ -925,23 +1069,40 @@ class TransferWorker:
                 TransferError(f"{message.engine_id} gave the request up; hold or expect it again before another try"),
             )
 
-    def _awaited(self, peer: EngineLayout, kind: Kind) -> int:
-        """How many ranks of a peer have to notify."""
+    def _uncovered(self, wait: _Wait) -> GeometryError | None:
+        """Why what all producers of an expectation write leaves out a byte of this rank's blocks, if it does."""
+        layouts = tuple(wait.layouts[rank] for rank in sorted(wait.layouts))
+        known = self._covered.get(wait.engine or "")
+        if known is None or known[0] != layouts:
+            error = None
+            try:
+                plan_peer(self._the_layout, layouts, direction=Direction.READ)
+            except GeometryError as refused:
+                error = refused
+            if len(self._covered) >= _MAX_CLIENTS:
+                self._covered.clear()
+            known = self._covered[wait.engine or ""] = layouts, error
+        return known[1]
+
+    def _awaited(self, peer: EngineLayout, kind: Kind) -> frozenset[tuple[int, int]]:
+        """Which ranks of a peer have to notify."""
         key, layout = (peer.engine_id, kind), self._the_layout
         if key not in self._counts:
-            self._counts[key] = num_readers(peer, layout) if kind is Kind.HOLD else num_sources(layout, peer)
+            self._counts[key] = readers(peer, layout) if kind is Kind.HOLD else sources(layout, peer)
         return self._counts[key]
 
     def _check_wait(self, wait: _Wait, now: float) -> None:
+        # A writer posts nothing with less than half a lease left, and what it posted gets another half to end.
+        grace = self._lease / 2 if wait.kind is Kind.EXPECT and wait.begun else 0.0
         if wait.cancelled and not wait.begun:
             self._end_wait(wait, Status.CANCELLED)
-        elif now > wait.deadline:
+        elif now > wait.deadline + grace:
             error = TransferError(f"the lease ran out; {len(wait.done)} ranks had notified")
             self._end_wait(wait, Status.CANCELLED if wait.cancelled else Status.EXPIRED, error)
 
     def _end_wait(self, wait: _Wait, status: Status, error: NixlFastError | None = None) -> None:
         del self._waits[wait.request_id]
-        invalid = () if status is Status.DONE else _blocks(wait.blocks)
+        invalid = () if status is Status.DONE else _blocks(wait.blocks, self._the_layout.null_block_id)
         self._result(Result(request_id=wait.request_id, kind=wait.kind, status=status, error=error, invalid=invalid))
 
     # ---- transfers
@@ -952,7 +1113,9 @@ class TransferWorker:
                 self._step(job)
         except NixlFastError as error:
             self._fail(job, error)
-        except Exception as error:  # what one request says must not end the others
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # what one request says must not end the others; a panic is no Exception
             log.exception("request %s", job.request.request_id)
             self._fail(job, TransferError(f"the request cannot be carried out: {error!r}"))
         if job.error or job.cancelled:
@@ -965,15 +1128,14 @@ class TransferWorker:
         now = time.monotonic()
         if now - job.begun > self._patience(job, now):
             self._announce(job, now)
-        if job.kind is Kind.WRITE and not job.is_held(now):
-            return
-        if job.todo:
+        if job.todo and job.may_post(now):
             self._post(job, job.todo.popleft())
         self._look(job)
+        self._end_links(job)
         if job.todo or job.moving:
             return
         job.moved_at = job.moved_at or time.monotonic()
-        if job.kind is Kind.READ and not job.is_held(job.moved_at):
+        if not job.is_held(job.moved_at):
             return
         self._finish(job, Status.DONE)
 
@@ -1004,6 +1166,14 @@ class TransferWorker:
             self._finish(job, Status.DONE)
             return False
         return True
+
+    def _end_links(self, job: _Job) -> None:
+        """Checks the promise of each rank whose notification travelled behind its bytes at the end of these."""
+        moving = {each.link for each in job.moving}
+        for link in job.told - job.ended - moving:
+            if job.held[link] < time.monotonic():
+                raise TransferError(f"the lease of {link} ran out before its bytes had arrived")
+            job.ended.add(link)
 
     def _links_of(self, job: _Job) -> list[_Link] | None:
         """The connected ranks of a job's peer, None while a handshake is under way."""
@@ -1060,19 +1230,18 @@ class TransferWorker:
         """Seconds between two announcements of a job: a part of the shortest lease, or of the timeout if unanswered."""
         leases = [link.welcome.lease for link in job.plans.links() if link.welcome] if job.plans else []
         patience = min(leases, default=self._lease) / 4
-        return patience if job.is_held(now) else min(patience, self._peer_timeout / 2)
+        return patience if job.may_post(now) else min(patience, self._peer_timeout / 2)
 
     def _announce(self, job: _Job, now: float) -> None:
         job.begun = now
         if job.first_begun == -math.inf:
             job.first_begun = now
-        for link in job.plans.links() if job.plans else ():
+        for link in job.pending():
             self._send(link, wire.Begin(now, job.direction, [job.request.remote_request_id]))
 
     def _post(self, job: _Job, piece: _Piece) -> None:
-        # A notification may overtake a Begin that is still on its way: it travels with the bytes of a confirmed request.
-        attach = piece.attach and job.is_held(time.monotonic())
-        notification = self._farewell(job, ok=True) if attach else b""
+        nonce, name = job.nonces[piece.link], job.request.remote_request_id
+        notification = wire.encode(self._done_message(name, nonce, ok=True)) if piece.attach else b""
         started = time.perf_counter()
         try:
             made = self._nixl.make(piece.prepared, piece.ids, notification)
@@ -1088,12 +1257,14 @@ class TransferWorker:
                 except TransferError:
                     job.moving += [_Moving(each, piece.link) for each in made[index:]]
                     raise
-            job.spend(post=time.perf_counter() - posting)
+            job.ended_at = time.perf_counter()
+            job.spend(post=job.ended_at - posting)
         except TransferError as error:
             self._drop(piece.link, error)
             raise
-        if attach:
+        if piece.attach:
             job.told.add(piece.link)
+            self._spend(nonce)
         self._busy_until = time.monotonic() + _SPIN
 
     def _look(self, job: _Job) -> None:
@@ -1111,6 +1282,7 @@ class TransferWorker:
                 self._drop(each.link, error)
                 raise
         if len(still) < len(moving):
+            job.ended_at = time.perf_counter()
             self._busy_until = time.monotonic() + _SPIN
         job.moving = still
 
@@ -1122,7 +1294,9 @@ class TransferWorker:
     def _drain(self, job: _Job) -> None:
         """Waits for what an ended job still moves; its blocks are not free before that."""
         job.todo.clear()
-        late = job.error is not None and time.monotonic() > job.give_up
+        if job.moving and job.error is not None and time.monotonic() > job.give_up:
+            for link in {moving.link for moving in job.moving}:
+                self._cut(link, job.error)
         still = []
         for moving in job.moving:
             try:
@@ -1130,9 +1304,10 @@ class TransferWorker:
             except TransferError as error:
                 self._fail(job, error)
                 ended = True
-            if not ended and not late:
+            if not ended:
                 still.append(moving)
                 continue
+            job.ended_at = time.perf_counter()
             try:
                 self._nixl.release(moving.posted)
             except TransferError as error:
@@ -1142,15 +1317,39 @@ class TransferWorker:
         if not still:
             self._finish(job, Status.FAILED if job.error else Status.CANCELLED)
 
+    def _cut(self, link: _Link, error: NixlFastError) -> None:
+        """Stops whatever moves over a link and has NIXL disconnect, so that nothing can move after it."""
+        self._drop(link, error)
+        stuck, jobs = 0, []
+        for job in self._jobs.values():
+            for moving in [moving for moving in job.moving if moving.link is link]:
+                jobs.append(job)
+                job.moving.remove(moving)
+                try:
+                    self._nixl.release(moving.posted)
+                except TransferError as refused:
+                    log.error("a transfer of request %s could not be stopped: %s", job.request.request_id, refused)
+                    stuck += 1
+        try:
+            if link.welcome and not link.removed:
+                self._nixl.remove_peer(link.welcome.agent)
+                link.removed = True
+        except TransferError as refused:
+            log.error("%s could not be disconnected: %s", link, refused)
+            stuck = stuck or len(jobs)
+        self._stats.leaked_handles += stuck
+        for job in jobs if stuck else ():
+            job.error = TransferError(f"{job.error}; NIXL could not stop a transfer, bytes may still move")
+
     def _finish(self, job: _Job, status: Status) -> None:
         del self._jobs[job.request.request_id]
+        del self._names[job.request.peer, job.request.remote_request_id, job.kind]
+        ok = status is Status.DONE
         for link in self._listeners(job):
             if link not in job.told:
-                self._send(link, self._done_message(job, ok=status is Status.DONE))
-        moved_at = time.perf_counter()
+                self._part(job, link, ok=ok)
         if job.posted_at:
-            job.spend(transfer=moved_at - job.posted_at)
-        ok = status is Status.DONE
+            job.spend(transfer=max(0.0, job.ended_at - job.posted_at))
         groups = range(len(self._the_layout.groups)) if ok else ()
         self._result(
             Result(
@@ -1158,7 +1357,7 @@ class TransferWorker:
                 kind=job.kind,
                 status=status,
                 error=job.error,
-                invalid=() if ok else _blocks(job.consumer_ids),
+                invalid=() if ok else _blocks(job.consumer_ids, self._null_of(job)),
                 untransferred=tuple(_left(job.pairings, group) for group in groups),
                 num_bytes=sum(pairing.num_bytes for pairing in job.pairings),
                 num_descs=sum(pairing.num_descs for pairing in job.pairings),
@@ -1175,12 +1374,36 @@ class TransferWorker:
             return [link for link in self._links.values() if link.engine_id == job.request.peer]
         return [self._link(address) for address in job.request.addresses]
 
-    def _done_message(self, job: _Job, *, ok: bool) -> wire.Done:
-        layout = self._the_layout
-        return wire.Done(job.request.remote_request_id, layout.engine_id, layout.pp_rank, layout.tp_rank, ok)
+    def _part(self, job: _Job, link: _Link, *, ok: bool) -> None:
+        """Tells a rank that a job is over; one that has promised nothing yet is asked for the nonce first."""
+        name = job.request.remote_request_id
+        if link in job.nonces:
+            self._tell(link, name, job.nonces[link], ok=ok)
+        elif not link.error:
+            now = time.monotonic()
+            self._partings[link, name] = _Parting(now, ok, now + 2 * self._peer_timeout)
+            self._send(link, wire.Begin(now, job.direction, [name]))
 
-    def _farewell(self, job: _Job, *, ok: bool) -> bytes:
-        return wire.encode(self._done_message(job, ok=ok))
+    def _tell(self, link: _Link, request_id: str, nonce: int, *, ok: bool) -> None:
+        self._spend(nonce)
+        self._send(link, self._done_message(request_id, nonce, ok=ok))
+
+    def _spend(self, nonce: int) -> None:
+        """Remembers a promise that was answered with Done: it is worth nothing to another request."""
+        if len(self._spent) >= _MAX_SPENT:
+            del self._spent[next(iter(self._spent))]
+        self._spent[nonce] = None
+
+    def _done_message(self, request_id: str, nonce: int, *, ok: bool) -> wire.Done:
+        layout = self._the_layout
+        return wire.Done(request_id, layout.engine_id, layout.pp_rank, layout.tp_rank, nonce, ok)
+
+    def _null_of(self, job: _Job) -> int | None:
+        """The id that names no block of the consumer."""
+        if job.kind is Kind.READ:
+            return self._the_layout.null_block_id
+        layouts = [link.welcome.layout for link in job.plans.links() if link.welcome] if job.plans else []
+        return layouts[0].null_block_id if layouts else None
 
     def _result(self, result: Result) -> None:
         stats = self._stats
@@ -1232,6 +1455,11 @@ class TransferWorker:
             for job in list(self._jobs.values()):
                 self._advance(job)
             time.sleep(_NAP)
+        end = time.monotonic() + _WITHDRAWAL
+        while self._partings and time.monotonic() < end:
+            for link in list(self._links.values()):
+                self._hear(link)
+            time.sleep(_NAP)
         self._withdraw()
         for wait in list(self._waits.values()):
             self._end_wait(wait, Status.FAILED, closed)
@@ -1247,18 +1475,22 @@ class TransferWorker:
             return
         for identity in self._clients:
             with contextlib.suppress(zmq.ZMQError):
-                self._server.send_multipart((identity, wire.encode(wire.Gone(begun))), zmq.NOBLOCK)
+                self._server.send_multipart((identity, wire.encode(wire.Gone(0.0, begun))), zmq.NOBLOCK)
         time.sleep(_WITHDRAWAL)
 
     def _die(self, error: NixlFastError) -> None:
         self._dead = error
-        ended = [(job.request.request_id, job.kind, job.consumer_ids) for job in self._jobs.values()]
-        ended += [(wait.request_id, wait.kind, wait.blocks) for wait in self._waits.values()]
+        null = self._layout.null_block_id if self._layout else None
+        ended = [
+            (job.request.request_id, job.kind, _blocks(job.consumer_ids, self._null_of(job)))
+            for job in self._jobs.values()
+        ]
+        ended += [(wait.request_id, wait.kind, _blocks(wait.blocks, null)) for wait in self._waits.values()]
         for moving in [moving for job in self._jobs.values() for moving in job.moving]:
             self._quietly(self._nixl.release, moving.posted)
-        for request_id, kind, blocks in ended:
+        for request_id, kind, invalid in ended:
             self._results.append(
-                Result(request_id=request_id, kind=kind, status=Status.FAILED, error=error, invalid=_blocks(blocks))
+                Result(request_id=request_id, kind=kind, status=Status.FAILED, error=error, invalid=invalid)
             )
 
 
@@ -1308,10 +1540,10 @@ def _one_message(frames: Sequence[bytes]) -> wire.AnyMessage:
     return wire.decode(frames[0])
 
 
-def _blocks(lists: Sequence[BlockIds]) -> tuple[tuple[int, int], ...]:
-    """``(group, block)`` of every id in a request's lists, as far as they are ids."""
+def _blocks(lists: Sequence[BlockIds], null: int | None = None) -> tuple[tuple[int, int], ...]:
+    """``(group, block)`` of every id in a request's lists, as far as they are ids; the null id names no block."""
     with contextlib.suppress(TypeError, ValueError):
-        return tuple((group, int(block)) for group, ids in enumerate(lists) for block in ids)
+        return tuple((group, int(block)) for group, ids in enumerate(lists) for block in ids if block != null)
     return ()
 
 

@@ -347,6 +347,11 @@ class Transfer(msgspec.Struct, frozen=True):
     transfer_us: float
 
 
+def _engine_id(role: Role, scenario: Scenario) -> str:
+    """Every scenario has engines of its own: one engine's ranks cannot differ in their numbers."""
+    return f"{role}-{scenario.name}"
+
+
 class _Rank:
     """One rank's part of a scenario, step by step.
 
@@ -369,7 +374,7 @@ class _Rank:
         self._memory = (producer_memory if self._me.role is Role.PRODUCER else consumer_memory)(
             scenario, self._me.number
         )
-        self._layout = self._memory.layout(self._me.role)
+        self._layout = self._memory.layout(_engine_id(self._me.role, scenario))
         self._registered = self._worker is None
         if self._worker is None:
             # The demo notices a dead peer earlier, and says which it is.
@@ -394,7 +399,7 @@ class _Rank:
         peer = Role.CONSUMER if self._me.role is Role.PRODUCER else Role.PRODUCER
         request = Request(
             request_id=scenario.name,
-            peer=peer,
+            peer=_engine_id(peer, scenario),
             remote_request_id=scenario.name,
             local_block_ids=scenario.engine(self._me.role).block_ids,
             remote_block_ids=scenario.engine(peer).block_ids,

@@ -148,6 +148,12 @@ def test_p31_a_mixed_model_decides_per_region() -> None:
     assert plans[3].pair([[1], [2]], [[3], [4]]).num_descs == 1
 
 
+def test_p35_groups_that_a_plan_leaves_out_are_named() -> None:
+    plans = plan_peer(mixed(1, "d")[0], mixed(4, "p"))
+    assert "group 1: nothing is moved with this rank" in plans[3].explain()
+    assert "nothing is moved" not in plans[0].explain()
+
+
 def hybrid(size: int, engine: str, *, sharded: bool = True) -> list[EngineLayout]:
     """x = 8, B = 2, C = 2 channels of 6 bytes and a state of 96 bytes over all ranks; no attention."""
     small = 12 // size if sharded else 12

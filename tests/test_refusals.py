@@ -162,7 +162,7 @@ def test_positions(fields: dict[str, Any], words: list[str]) -> None:
         pytest.param(lambda: expand_block_ids([1], 2, width=3), ["width is 3", "ratio 2"], id="width-above-ratio"),
         pytest.param(lambda: expand_groups([[1]], ["conv"], 2), ["kinds[0]", "conv"], id="unknown-kind"),  # type: ignore[list-item]
         pytest.param(lambda: expand_groups([[1]], [FULL], [1, 2]), ["ratio", "2 entries", "1 groups"], id="ratios"),
-        pytest.param(lambda: Group("conv", 16), ["conv", "mamba"], id="group-kind"),  # type: ignore[arg-type]
+        pytest.param(lambda: Group("conv", 16), ["conv", "mamba"], id="P22-unknown-kind"),  # type: ignore[arg-type]
         pytest.param(lambda: Group(FULL, 0), ["block_size", "0"], id="block-size-0"),
         pytest.param(lambda: Group(FULL, 16, 0), ["blocks_per_logical", "0"], id="group-ratio-0"),
         pytest.param(lambda: Group(FULL, 16, 3), ["16", "3"], id="group-ratio-does-not-divide"),

@@ -89,6 +89,12 @@ def test_p13_state_descriptors_come_after_all_attention_descriptors() -> None:
     assert pairing.local_desc_ids.tolist() == [0, 1, 2, 12, 13, 14, 25, 29, 33, 37, 41, 45, 49, 53]
 
 
+def test_p09_a_thousand_kernel_blocks_of_ratio_10_are_100_logical_ones() -> None:
+    layout = EngineLayout("e", (Group(MAMBA, 16, 10),), (), MambaState((Region(0, 16, 1000),), (), 16))
+    assert layout.num_blocks(0) == 100
+    assert TransferPlan(layout, layout).local_table.tolist() == [[0, 16, 0, 160, 100]]
+
+
 @pytest.mark.parametrize(("conv", "count"), [pytest.param(3, 60, id="mamba2"), pytest.param(1, 30, id="mamba1")])
 def test_p15_descriptors_per_state(conv: int, count: int) -> None:
     pages = tuple(Region(0x1000 * layer, 64, 5) for layer in range(1, 4))

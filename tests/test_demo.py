@@ -254,7 +254,9 @@ def is_running(pid: int) -> bool:
         ),
         pytest.param("import os; os.abort()", "was killed by SIGABRT", id="crashes"),
         pytest.param(
-            "nixl_agent = nixl_agent_config = None", "TypeError(\"'NoneType' object is not callable\")", id="no-agent"
+            "nixl_agent = nixl_agent_config = None",
+            "-0: NIXL nixl_agent failed: 'NoneType' object is not callable\n",
+            id="no-agent",
         ),
     ],
 )

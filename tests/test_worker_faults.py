@@ -1210,6 +1210,39 @@ def test_registering_while_requests_wait_for_a_handshake_does_not_block() -> Non
     fabric.assert_clean()
 
 
+def test_what_is_asked_for_after_a_registration_is_about_the_new_memory() -> None:
+    fabric = Fabric()
+    with pair(fabric) as (producer, consumer):
+        producer.worker.hold("before@p")
+        producer.register_anew(seed=9)
+        producer.worker.hold("after@p")  # in the same breath
+        producer.worker.hold("cancelled@p")
+        producer.worker.cancel("cancelled@p")
+        assert isinstance(producer.inbox.wait("before@p")[0].error, StalePlanError)
+        assert producer.inbox.wait("cancelled@p")[0].status is Status.CANCELLED
+        assert "after@p" not in producer.inbox.collect()
+        pull(consumer, producer, "after")
+        assert consumer.inbox.wait("after")[0].ok
+        assert consumer.wrong_bytes(producer.spec, moves_of(producer.spec, D, [[23]], [[3]])) == 0
+        assert producer.inbox.wait("after@p")[0].ok
+    fabric.assert_clean()
+
+
+def test_closing_while_a_registration_waits_leaves_no_request_without_a_result() -> None:
+    fabric = Fabric(manual=True)
+    with pair(fabric) as (producer, consumer):
+        producer.worker.hold("a@p")
+        pull(consumer, producer)
+        until(fabric.moving)
+        until(lambda: producer.worker._waits["a@p"].begun)
+        producer.register_anew(seed=9)
+        producer.worker.hold("late@p")
+        producer.worker.close()
+        assert {producer.inbox.wait(name)[0].status for name in ("a@p", "late@p")} == {Status.FAILED}
+        fabric.finish_all()
+        consumer.inbox.wait("a")
+
+
 def test_memory_that_a_peer_has_begun_to_read_is_not_given_away() -> None:
     """The producer promised to hold the blocks: the old memory stays until the reader is done or its lease is over."""
     fabric = Fabric(manual=True)

@@ -376,6 +376,7 @@ class TransferWorker:
         self._names: dict[tuple[str, str, Kind], str] = {}
         self._waits: dict[str, _Wait] = {}
         self._registering: tuple[EngineLayout, tuple[Memory, ...], Any] | None = None
+        self._deferred: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._later: list[tuple[_Link, wire.Welcome]] = []
         self._metadata = b""
         self._busy_until = 0.0
@@ -387,7 +388,8 @@ class TransferWorker:
         """Says what this rank has; before `start`, and again whenever its memory is allocated anew.
 
         A second call waits (in the worker's thread) until nothing moves and no peer uses a hold or expectation, ends
-        the others as stale, and gives the registration a higher generation: peers make new plans. If NIXL or the layout
+        the others as stale, and gives the registration a higher generation: peers make new plans. What is asked for after
+        it is about the new memory and waits for it; ``stats().generation`` says when it is in force. If NIXL or the layout
         refuses it, the worker ends: the old memory has been given back by then.
 
         Args:
@@ -675,9 +677,20 @@ class TransferWorker:
     # commands
 
     def _obey(self) -> None:
+        """Does what the engine asked for.
+
+        What comes after a registration is about the new memory and waits for it, except for cancelling what came before.
+        """
+        if not self._registering:
+            self._commands.extendleft(reversed(self._deferred))
+            self._deferred.clear()
         while self._commands:
             command, args = self._commands.popleft()
-            command(*args)
+            cancels = command == self._do_cancel and (args[0] in self._jobs or args[0] in self._waits)
+            if self._registering and not cancels:
+                self._deferred.append((command, args))
+            else:
+                command(*args)
 
     def _do_transfer(self, request: Request, kind: Kind, submitted: float) -> None:
         name = request.peer, request.remote_request_id, kind
@@ -1445,9 +1458,11 @@ class TransferWorker:
         self._stats.generation = generation
         for address in connected:
             self._link(address)
+        self._obey()
 
     def _shut_down(self) -> None:
         closed = TransferError("the worker was closed")
+        self._registering = None
         self._obey()
         for job in list(self._jobs.values()):
             self._fail(job, closed)

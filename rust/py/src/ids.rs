@@ -97,7 +97,7 @@ fn read_list(list: &Bound<'_, PyList>, ids: Ids, limit: u64) -> PyResult<Vec<u32
         let position = out.len();
         // SAFETY: the position is below the list's length, checked just now with the interpreter lock held; the item is
         // borrowed from the list and not kept, and reading an exact int runs no Python code that could change the list.
-        // It pays: the safe way costs 12 ns an id instead of 3, for the many thousand ids of a long request.
+        // It pays: the safe way costs 12 ns an id instead of about 5, for the many thousand ids of a long request.
         let quick = unsafe {
             let item = ffi::PyList_GetItem(list.as_ptr(), position as ffi::Py_ssize_t);
             if ffi::PyLong_CheckExact(item) == 0 { -1 } else { ffi::PyLong_AsLongLong(item) }
@@ -124,15 +124,16 @@ fn read_item(item: &Bound<'_, PyAny>, ids: Ids, position: usize, limit: u64) -> 
             format!("block id at position {position} of {ids} must be an integer below {limit}, got {}", shown(item));
         return Err(block_id(item.py(), message));
     };
-    number.extract::<u32>().map_err(|_| {
-        let value = number.to_string();
-        let error = if value.starts_with('-') {
-            Error::IdNegative { ids, position, value, limit }
-        } else {
-            Error::IdTooLarge { ids, position, value, limit }
-        };
-        to_py(item.py(), &error)
-    })
+    number.extract::<u32>().map_err(|_| to_py(item.py(), &outside(number.to_string(), ids, position, limit)))
+}
+
+/// The refusal of an integer that is no u32.
+fn outside(value: String, ids: Ids, position: usize, limit: u64) -> Error {
+    if value.starts_with('-') {
+        Error::IdNegative { ids, position, value, limit }
+    } else {
+        Error::IdTooLarge { ids, position, value, limit }
+    }
 }
 
 /// `item` as a Python int, if it is one of the integer types; a bool is none.
@@ -166,12 +167,7 @@ where
         }
         let bad = array.iter().enumerate().find(|(_, value)| u32::try_from(**value).is_err());
         let (position, value) = bad.map_or((0, String::new()), |(position, value)| (position, value.to_string()));
-        let error = if value.starts_with('-') {
-            Error::IdNegative { ids, position, value, limit }
-        } else {
-            Error::IdTooLarge { ids, position, value, limit }
-        };
-        Err(to_py(list.py(), &error))
+        Err(to_py(list.py(), &outside(value, ids, position, limit)))
     };
     Some(convert())
 }

@@ -53,6 +53,10 @@ class Request(NamedTuple):
     num_computed_blocks: Sequence[int | None] | None = None
 
 
+TOKENS_END = 2**48
+"""Tokens are counted below this, as `TransferPlan.pair` says."""
+
+
 @dataclass(frozen=True)
 class Tokens:
     """Where the blocks of an attention group lie in the token sequence.
@@ -135,6 +139,8 @@ def reference_placements(
             placements.append(NOTHING)
         elif consumer.is_mamba(group):
             placements.append(_pair_slots(to, source))
+        elif (computed[group] or 0) * to.block_size >= TOKENS_END or (num_tokens or 0) >= TOKENS_END:
+            raise Refused(f"group {group}: tokens are counted below 2^48")
         elif num_tokens is not None:
             placements.append(_place_known(to, source, num_tokens, computed[group]))
         elif to.block_size == source.block_size:

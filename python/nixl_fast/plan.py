@@ -231,7 +231,7 @@ class TransferPlan:
             local_block_ids: This rank's logical block ids, one list per group. Inputs are never changed.
             remote_block_ids: The peer's logical block ids, one list per group. The producer lists the whole sequence
                 (a sliding-window group may list its tail).
-            num_tokens: Tokens whose KV the producer holds for the request.
+            num_tokens: Tokens whose KV the producer holds for the request, below 2^48.
             num_computed_blocks: Per group the logical index, in the sequence, of the consumer's first listed block: how
                 many of *its* blocks it has cached (under context parallelism, on its rank). None where unknown; ignored
                 for Mamba groups.

@@ -16,6 +16,7 @@ Who may touch which memory, and when:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -72,6 +73,11 @@ log = logging.getLogger("nixl_fast.worker")
 PIECE = 16_384
 """Descriptors per NIXL transfer. A longer request is cut, so that its first bytes move while the rest is made, and so
 that other requests get their turn; benches/README.md has the measurement."""
+
+# Keeps the interpreter lock, unlike os.eventfd_write: the thread that it wakes up would take the lock at once, and the
+# engine's would wait for it in the middle of a call.
+_eventfd_write = ctypes.PyDLL(None).eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _SPIN = 1e-3  # seconds after the last event during which the thread does not sleep while transfers are under way
 _NAP = 50e-6  # seconds between looks at NIXL after that
@@ -563,8 +569,7 @@ class TransferWorker:
         self._wake_up()
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        _eventfd_write(self._wake, 1)
 
     # ---- the worker's thread
 
@@ -1135,9 +1140,19 @@ class TransferWorker:
             self._drain(job)
 
     def _step(self, job: _Job) -> None:
-        """One step of a job: connect, plan, announce, post a piece, look at what moves, report."""
-        if job.plans is None and not self._plan(job):
-            return
+        """One step of a job: connect, announce, plan, post a piece, look at what moves, report."""
+        if job.plans is None:
+            links = None if self._registering else self._links_of(job)
+            if links is None:
+                return
+            started = time.perf_counter()
+            job.plans = self._plans_with(job.request.peer, job.direction, links)
+            self._announce(job, time.monotonic())  # the answer is on its way while the request is paired
+            self._pair(job)
+            job.spend(queued=started - job.submitted, plan=time.perf_counter() - started)
+            if not job.todo:
+                self._finish(job, Status.DONE)
+                return
         now = time.monotonic()
         if now - job.begun > self._patience(job, now):
             self._announce(job, now)
@@ -1152,13 +1167,10 @@ class TransferWorker:
             return
         self._finish(job, Status.DONE)
 
-    def _plan(self, job: _Job) -> bool:
-        """Pairs a job once its peer is connected; every plan's pairing is made before anything is posted."""
-        links = None if self._registering else self._links_of(job)
-        if links is None:
-            return False
-        started = time.perf_counter()
-        plans = self._plans_with(job.request.peer, job.direction, links)
+    def _pair(self, job: _Job) -> None:
+        """Pairs a job with every rank of its peer before anything is posted."""
+        if job.plans is None:
+            return
         request = job.request
         job.pairings = [
             prepared.plan.pair(
@@ -1167,18 +1179,12 @@ class TransferWorker:
                 num_tokens=request.num_tokens,
                 num_computed_blocks=request.num_computed_blocks,
             )
-            for prepared, _ in plans.prepared
+            for prepared, _ in job.plans.prepared
         ]
-        job.plans = plans
-        for (prepared, link), pairing in zip(plans.prepared, job.pairings, strict=True):
+        for (prepared, link), pairing in zip(job.plans.prepared, job.pairings, strict=True):
             cut = pieces(prepared.plan, pairing, PIECE)
             attach = len(cut) == 1 and len(prepared.lanes) == 1
             job.todo.extend(_Piece(prepared, link, ids, attach) for ids in cut if not pairing.notify_only)
-        job.spend(queued=started - job.submitted, plan=time.perf_counter() - started)
-        if not job.todo:
-            self._finish(job, Status.DONE)
-            return False
-        return True
 
     def _end_links(self, job: _Job) -> None:
         """Checks the promise of each rank whose notification travelled behind its bytes at the end of these."""

@@ -206,6 +206,7 @@ pub struct Plan {
     groups: Vec<Group>,
     segments: Vec<Segment>,
     sharing: Vec<Vec<usize>>,
+    kinds: Vec<Kind>,
     local: Table,
     remote: Table,
     /// Per group, whether a segment takes its logical blocks whole.
@@ -245,7 +246,8 @@ impl Plan {
             segments.iter().any(|segment| segment.groups.contains(&index) && matches!(segment.take, Take::Whole(_)))
         };
         let whole = (0..groups.len()).map(takes_whole).collect();
-        Ok(Self { direction, groups, segments, sharing, local, remote, whole })
+        let kinds = Kind::of(&segments);
+        Ok(Self { direction, groups, segments, sharing, kinds, local, remote, whole })
     }
 
     /// Who moves the bytes.
@@ -393,27 +395,15 @@ impl Plan {
 
     fn count(&self, groups: Vec<GroupPairs>) -> Pairs {
         let (mut descriptors, mut runs, mut bytes) = (0, 0, 0);
-        // Segments of one shape and one list of groups count alike, and there are as many as layers.
-        let mut known: [Option<Counted>; 2] = [None, None];
-        for segment in &self.segments {
-            let shape = Shape::of(segment);
-            let [taken, rest] = &mut known; // they come in turns
-            let last = if segment.take == Take::Rest { rest } else { taken };
-            let (_, _, units, pieces) = match *last {
-                Some(known) if known.0 == shape && known.1 == segment.groups => known,
-                _ => {
-                    let taken = || {
-                        let groups = segment.groups.iter().filter_map(|index| groups.get(*index));
-                        groups.flat_map(|group| group.taken(segment.take))
-                    };
-                    let units = taken().map(|run| u64::from(run.len)).sum();
-                    (shape, segment.groups.as_slice(), units, shape.pieces(taken()))
-                }
+        for kind in &self.kinds {
+            let taken = || {
+                let groups = kind.groups.iter().filter_map(|index| groups.get(*index));
+                groups.flat_map(|group| group.taken(kind.shape.take))
             };
-            *last = Some((shape, &segment.groups, units, pieces));
-            descriptors += units;
-            bytes += units * segment.len;
-            runs += pieces;
+            let units: u64 = taken().map(|run| u64::from(run.len)).sum();
+            descriptors += units * kind.segments;
+            bytes += units * kind.len;
+            runs += kind.shape.pieces(taken()) * kind.segments;
         }
         Pairs { groups, descriptors, runs, bytes }
     }
@@ -536,11 +526,36 @@ fn write<S: Slot>(slots: &mut [S], runs: impl Iterator<Item = Run>, side: Side, 
     at
 }
 
-/// A shape and its groups, with the descriptors of one segment before and after merging.
-type Counted<'a> = (Shape, &'a [usize], u64, u64);
+/// Segments of one shape and one list of groups: a request costs the same in each, and there are as many as layers.
+#[derive(Clone, Debug)]
+struct Kind {
+    shape: Shape,
+    groups: Vec<usize>,
+    /// How many there are.
+    segments: u64,
+    /// Bytes of one unit of each, together.
+    len: u64,
+}
+
+impl Kind {
+    fn of(segments: &[Segment]) -> Vec<Self> {
+        let mut kinds: Vec<Self> = Vec::new();
+        for segment in segments {
+            let shape = Shape::of(segment);
+            match kinds.iter_mut().find(|kind| kind.shape == shape && kind.groups == segment.groups) {
+                Some(kind) => {
+                    kind.segments += 1;
+                    kind.len = kind.len.saturating_add(segment.len); // only of segments without blocks is it so large
+                }
+                None => kinds.push(Self { shape, groups: segment.groups.clone(), segments: 1, len: segment.len }),
+            }
+        }
+        kinds
+    }
+}
 
 /// What of a segment decides how neighbouring descriptors merge.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     take: Take,
     /// Units between two gaps in memory on each side; `None` where there are no gaps.

@@ -24,6 +24,7 @@ from nixl_fast.layout import ConvProjection, EngineLayout, Group, GroupKind, Mam
 from nixl_fast.plan import TransferPlan, plan_peer
 
 _FULL, _WINDOW, _MLA, _MAMBA = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.MLA, GroupKind.MAMBA
+_HUGE = 4 << 20  # bytes from which on numpy asks for huge pages
 _POOL = 20_000  # logical blocks of an engine
 
 
@@ -32,6 +33,7 @@ class BlockPool:
 
     def __init__(self, blocks: int, seed: int) -> None:
         self._random = np.random.default_rng(seed)
+        self._blocks = blocks
         self._free = list(range(1, blocks))
         self._used: list[list[int]] = []
 
@@ -44,7 +46,7 @@ class BlockPool:
         """Lets requests of mixed lengths come and go, so that the free list becomes what hours of traffic make it."""
         for _ in range(requests):
             self._used.append(self.take(int(self._random.integers(8, 160))))
-            while len(self._free) < _POOL // 2 or len(self._used) > 64:
+            while len(self._free) < self._blocks // 2 or len(self._used) > 64:
                 # freed blocks go to the end of the list, last block first
                 self._free += self._used.pop(int(self._random.integers(len(self._used))))[::-1]
         for blocks in self._used:
@@ -214,6 +216,8 @@ def fill_fresh(count: int) -> None:
     """Writes two int32 arrays of ``count`` into memory that the process has never had."""
     for _ in range(2):
         with mmap.mmap(-1, max(4 * count, 1)) as memory:
+            if 4 * count >= _HUGE:
+                memory.madvise(mmap.MADV_HUGEPAGE)
             np.frombuffer(memory, np.int32, count).fill(1)
 
 

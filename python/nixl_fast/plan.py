@@ -66,6 +66,7 @@ def expand_block_ids(block_ids: BlockIds, ratio: int, *, width: int | None = Non
     Raises:
         BlockIdError: An id that is no integer, negative, or too large for int32 once expanded.
         GeometryError: A ratio or width out of range.
+        MemoryError: There is no room for the answer.
     """
     ratio = _count("ratio", ratio)
     return _native.expand(block_ids, ratio, ratio if width is None else _count("width", width))
@@ -205,6 +206,9 @@ class TransferPlan:
 
         Args:
             side: ``"local"`` or ``"remote"``.
+
+        Raises:
+            MemoryError: There is no room for 24 bytes per descriptor.
         """
         if side not in list(Side):
             raise GeometryError(f"side is {side!r}, it must be one of {', '.join(Side)}")
@@ -243,6 +247,7 @@ class TransferPlan:
             BlockIdError: An id that is no integer, negative, not below its group's block count, or listed twice by the
                 consumer; or a wrong number of groups.
             PairingError: Positions that contradict each other or are not certain; the message says what to pass.
+            MemoryError: There is no room for the answer.
         """
         return self._native.pair(local_block_ids, remote_block_ids, num_tokens, num_computed_blocks)
 

@@ -3,7 +3,9 @@
 //! A descriptor id is flat: the start of its segment plus the unit's index in the segment. [`Span::unit`] is the last
 //! step of a block id's way to a byte address.
 
-use crate::error::{Error, Result, Side, ensure, reserve};
+use std::mem::MaybeUninit;
+
+use crate::error::{Error, Result, Side, ensure};
 
 /// Descriptors one list may hold, so that the last id is 2^31 - 1.
 pub const MAX_DESCRIPTORS: u64 = 1 << 31;
@@ -174,13 +176,24 @@ impl Table {
         out
     }
 
-    /// The same list as `(addr, len, device)`, one row per descriptor.
-    pub fn expanded(&self, segments: &[Segment]) -> Result<Vec<[u64; 3]>> {
-        let total: u64 = segments.iter().map(|segment| segment.span(self.side).count()).sum();
-        let mut out = reserve("the expanded list", total)?;
+    /// Number of descriptors.
+    #[must_use]
+    pub fn count(&self, segments: &[Segment]) -> u64 {
+        segments.iter().map(|segment| segment.span(self.side).count()).sum()
+    }
+
+    /// Writes the same list as `(addr, len, device)`, one row per descriptor, to `out`, which has to hold three numbers of
+    /// each; returns how many numbers were written, always from the front.
+    pub fn write_expanded(&self, segments: &[Segment], out: &mut [MaybeUninit<u64>]) -> usize {
+        let (slots, _) = out.as_chunks_mut::<3>();
+        let mut at = 0;
         for [addr, len, device, stride, count] in self.rows(segments) {
-            out.extend((0..count).map(|index| [addr + index * stride, len, device]));
+            let rest = slots.get_mut(at..).unwrap_or_default();
+            for (index, slot) in (0..count).zip(rest.iter_mut()) {
+                *slot = [addr + index * stride, len, device].map(MaybeUninit::new);
+            }
+            at += rest.len().min(count as usize);
         }
-        Ok(out)
+        3 * at
     }
 }

@@ -3,6 +3,8 @@
 
 use std::collections::HashSet;
 
+use std::mem::MaybeUninit;
+
 use nixl_fast_core::{Direction, Group, Ids, Order, Plan, Positions, Segment, Side, Span, Table, Take, expand};
 use proptest::prelude::*;
 
@@ -90,7 +92,13 @@ proptest! {
         let flat: Vec<u64> =
             table.rows(&segments).iter().flat_map(|row| (0..row[4]).map(|i| row[0] + i * row[3])).collect();
         prop_assert_eq!(&flat, &units);
-        let expanded: Vec<u64> = table.expanded(&segments).unwrap().iter().map(|row| row[0]).collect();
+        let mut rows = vec![MaybeUninit::new(7); 3 * units.len() + 5];
+        prop_assert_eq!(table.write_expanded(&segments, &mut rows), 3 * units.len());
+        // SAFETY: every element was initialised when the vector was made.
+        let rows: Vec<u64> = rows.iter().map(|number| unsafe { number.assume_init() }).collect();
+        prop_assert_eq!(&rows[3 * units.len()..], &[7; 5]);
+        prop_assert!(rows.chunks(3).take(units.len()).all(|row| row[1..] == [8, segments[0].local.device]));
+        let expanded: Vec<u64> = rows.chunks(3).take(units.len()).map(|row| row[0]).collect();
         prop_assert_eq!(&expanded, &units);
     }
 

@@ -1,6 +1,7 @@
 //! The one place where errors cross into Python.
 
 use nixl_fast_core::Error;
+use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
@@ -18,8 +19,8 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::Invalid { .. }
         | Error::StrideTooSmall { .. }
         | Error::AddressOverflow { .. }
-        | Error::TooManyDescriptors { .. }
-        | Error::OutOfMemory { .. } => (&GEOMETRY, "GeometryError"),
+        | Error::TooManyDescriptors { .. } => (&GEOMETRY, "GeometryError"),
+        Error::OutOfMemory { .. } => return PyMemoryError::new_err(error.to_string()),
         Error::Pairing { .. } | Error::ComputedCount { .. } => (&PAIRING, "PairingError"),
     };
     raise(py, cell, name, error.to_string())

@@ -1,6 +1,6 @@
 """Planning one request: ours, the numpy path it replaces, and the floor of memory, on the same inputs in the same run.
 
-uv run pytest benches/test_pair.py
+uv run pytest benches/test_pair_bench.py
 """
 
 from collections.abc import Callable

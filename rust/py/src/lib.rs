@@ -2,16 +2,13 @@
 
 mod errors;
 mod ids;
+mod memory;
 
 use std::mem::MaybeUninit;
-use std::ptr;
 use std::sync::Arc;
 
 use nixl_fast_core as core;
-use numpy::ndarray::{Dimension, IntoDimension};
-use numpy::npyffi::{NpyTypes, PY_ARRAY_API, get_type_object};
-use numpy::{Element, IntoPyArray, PyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, ToNpyDims};
-use pyo3::exceptions::PyRuntimeError;
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
 use errors::to_py;
@@ -153,7 +150,7 @@ impl NativePlan {
     fn expanded<'py>(&self, py: Python<'py>, local: bool) -> PyResult<Bound<'py, PyArray2<u64>>> {
         let table = self.plan.table(side(local));
         let count = table.count(self.plan.segments()) as usize;
-        written(py, [count, 3], |slots| py.detach(|| table.write_expanded(self.plan.segments(), slots)))
+        memory::written(py, [count, 3], |slots| py.detach(|| table.write_expanded(self.plan.segments(), slots)))
     }
 
     /// Pairs one request.
@@ -182,43 +179,7 @@ impl NativePlan {
     fn indices(&self, py: Python<'_>, pairs: &core::Pairs, side: core::Side) -> PyResult<Py<PyArray1<i32>>> {
         let count = pairs.descriptors as usize;
         let work = |slots: &mut [MaybeUninit<i32>]| detached(py, count, || self.plan.write_indices(pairs, side, slots));
-        Ok(written(py, [count], work)?.unbind())
-    }
-}
-
-/// An array of numpy's memory that `work` writes, all of it; it returns how many elements it has written from the front.
-///
-/// It pays: a zeroed array is written twice, and numpy asks for huge pages where an array is large (benches/README.md).
-fn written<T: Element, D: IntoDimension>(
-    py: Python<'_>,
-    shape: D,
-    work: impl FnOnce(&mut [MaybeUninit<T>]) -> usize,
-) -> PyResult<Bound<'_, PyArray<T, D::Dim>>> {
-    let mut shape = shape.into_dimension();
-    let count = shape.size();
-    // SAFETY: numpy makes an array of its own memory, or sets an error. Nobody sees it before its elements are written
-    // below, all of them, or it is dropped. The crate's own way of making one panics if there is no memory.
-    let array = unsafe {
-        let ptr = PY_ARRAY_API.PyArray_NewFromDescr(
-            py,
-            get_type_object(py, NpyTypes::PyArray_Type),
-            T::get_dtype(py).into_dtype_ptr(),
-            shape.ndim_cint(),
-            shape.as_dims_ptr(),
-            ptr::null_mut(),
-            ptr::null_mut(),
-            0,
-            ptr::null_mut(),
-        );
-        Bound::from_owned_ptr_or_err(py, ptr)?.cast_into_unchecked::<PyArray<T, D::Dim>>()
-    };
-    // SAFETY: the array is new, contiguous, and of `count` elements, and nothing else refers to it.
-    let slots = unsafe { std::slice::from_raw_parts_mut(array.data().cast::<MaybeUninit<T>>(), count) };
-    let written = work(slots);
-    if written == count {
-        Ok(array)
-    } else {
-        Err(PyRuntimeError::new_err(format!("wrote {written} of {count} elements")))
+        Ok(memory::written_again(py, count, work)?.unbind())
     }
 }
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from nixl_fast import EngineLayout, Group, GroupKind, Region, TransferPlan
 from nixl_fast.cli import app
-from nixl_fast.explain import Deployment, Request, examples, render, report
+from nixl_fast.explain import Deployment, RequestIds, examples, render, report
 
 
 def explain(*arguments: object) -> Any:
@@ -33,7 +33,7 @@ def test_every_example_is_a_deployment_that_works(name: str, tmp_path: Path) -> 
 def test_two_layout_files_and_a_request(tmp_path: Path) -> None:
     local = EngineLayout("d", (Group(GroupKind.FULL_ATTENTION, 128),), (Region(0, 1024, 64),))
     remote = EngineLayout("p", (Group(GroupKind.FULL_ATTENTION, 16),), (Region(0, 128, 512),))
-    for name, document in (("local", local), ("remote", remote), ("request", Request([[3]], [[7, 9]], 20))):
+    for name, document in (("local", local), ("remote", remote), ("request", RequestIds([[3]], [[7, 9]], 20))):
         (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(document))
     out = explain(
         *(tmp_path / f"{name}.json" for name in ("local", "remote")), "--request", tmp_path / "request.json", "--json"
@@ -59,7 +59,7 @@ def test_reasons_for_what_is_not_moved() -> None:
     window = Group(GroupKind.SLIDING_WINDOW, 16, sliding_window=32)
     groups = (window, Group(GroupKind.FULL_ATTENTION, 16))
     layout = EngineLayout("e", groups, (Region(0, 16, 99, groups=(0,)), Region(9999, 16, 99, groups=(1,))))
-    request = Request([[1, 2, 3, 4, 5, 6], []], [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], 80, [0, 5])
+    request = RequestIds([[1, 2, 3, 4, 5, 6], []], [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], 80, [0, 5])
     text = render(report(TransferPlan(layout, layout), request))
     assert "3 units moved; not moved, before the sliding window: 1, 2; not moved, past the last token: 6" in text
     assert "0 units moved; not moved, the consumer lists no block, it has them all" in text

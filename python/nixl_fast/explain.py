@@ -15,7 +15,7 @@ from nixl_fast.layout import BlockOrder, ConvProjection, EngineLayout, Group, Gr
 from nixl_fast.plan import Direction, PeerPlans, TransferPlan, plan_peer
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RequestIds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request, as ``TransferPlan.pair`` takes it."""
 
     local_block_ids: list[list[int]]
@@ -30,7 +30,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local: EngineLayout
     remote: list[EngineLayout]
     direction: Direction = Direction.READ
-    request: Request | None = None
+    request: RequestIds | None = None
 
     def plans(self) -> PeerPlans:
         """The plans of this rank with its peer's ranks.
@@ -55,7 +55,7 @@ def load(local: Path, remote: Path | None, request: Path | None, direction: Dire
         ranks = _decode(remote, EngineLayout | list[EngineLayout])
         deployment = Deployment(_decode(local, EngineLayout), ranks if isinstance(ranks, list) else [ranks])
     if request is not None:
-        deployment = msgspec.structs.replace(deployment, request=_decode(request, Request))
+        deployment = msgspec.structs.replace(deployment, request=_decode(request, RequestIds))
     return msgspec.structs.replace(deployment, direction=direction) if direction else deployment
 
 
@@ -68,7 +68,7 @@ def _decode(path: Path, kind: Any, what: str = "what it should be") -> Any:
         raise GeometryError(f"{path} is not {what}: {error}") from None
 
 
-def report(plan: TransferPlan, request: Request | None = None) -> dict[str, Any]:
+def report(plan: TransferPlan, request: RequestIds | None = None) -> dict[str, Any]:
     """A plan, and what a request moves, as plain data.
 
     Raises:
@@ -247,7 +247,7 @@ def _partial(plan: TransferPlan) -> list[str]:
     ]
 
 
-def _moved(plan: TransferPlan, pairing: Pairing, request: Request, index: int) -> dict[str, Any]:
+def _moved(plan: TransferPlan, pairing: Pairing, request: RequestIds, index: int) -> dict[str, Any]:
     moved = pairing.kernel_pairs(index)[0 if plan.direction is Direction.WRITE else 1]
     left = pairing.untransferred(index)
     reading = plan.direction is Direction.READ
@@ -332,26 +332,26 @@ def examples() -> dict[str, Deployment]:
     """Deployments to look at and to start from, by name."""
     return {
         "dense-gqa-tp4-to-tp1": Deployment(
-            _dense(1, "decode")[0], _dense(4, "prefill"), request=Request([[5, 6, 7]], [[40, 41, 42]], num_tokens=48)
+            _dense(1, "decode")[0], _dense(4, "prefill"), request=RequestIds([[5, 6, 7]], [[40, 41, 42]], num_tokens=48)
         ),
         "full-sliding": Deployment(
             _sliding("decode"),
             [_sliding("prefill")],
-            request=Request(
+            request=RequestIds(
                 [list(range(1, 13)), list(range(20, 32))], [list(range(50, 62)), list(range(70, 82))], num_tokens=370
             ),
         ),
         "mamba-hybrid": Deployment(
             _hybrid("decode", 16),
             [_hybrid("prefill", 12)],
-            request=Request([[1, 2], [3]], [[5, 6, 7], [0, 0, 8]], num_tokens=1000),
+            request=RequestIds([[1, 2], [3]], [[5, 6, 7], [0, 0, 8]], num_tokens=1000),
         ),
         "mla-tp8-to-tp2": Deployment(
-            _mla(2, "decode")[1], _mla(8, "prefill"), request=Request([[1, 2]], [[7, 9]], num_tokens=100)
+            _mla(2, "decode")[1], _mla(8, "prefill"), request=RequestIds([[1, 2]], [[7, 9]], num_tokens=100)
         ),
         "block-sizes-16-and-128": Deployment(
             _block_sizes("decode", 128),
             [_block_sizes("prefill", 16)],
-            request=Request([[3]], [list(range(10, 20))], num_tokens=160, num_computed_blocks=[1]),
+            request=RequestIds([[3]], [list(range(10, 20))], num_tokens=160, num_computed_blocks=[1]),
         ),
     }

@@ -218,6 +218,13 @@ class World:
         return range(first, -(-self.tokens // unit) * unit)
 
 
+def model_bytes(random: np.random.Generator, kind: GroupKind, heads: int) -> Bytes:
+    """What a model holds in a layer."""
+    if kind is MAMBA:
+        return random.integers(0, 256, (POSITIONS, STATE + sum(size for size, _ in CONV)), np.uint8)
+    return random.integers(0, 256, (POSITIONS, 1 if kind is MLA else heads, TOKEN_BYTES), np.uint8)
+
+
 Mover = Callable[[TransferPlan, Pairing, Bytes, Bytes], None]
 """Moves a pairing between the memories of the local and the remote rank."""
 
@@ -291,9 +298,7 @@ def worlds(draw: st.DrawFn) -> World:
     layers = []
     for group, kind in enumerate(kinds):
         for number in range(max(stages) * draw(st.integers(1, 2))):
-            shape: tuple[int, ...] = (POSITIONS, 1 if kind is MLA else heads, TOKEN_BYTES)
-            shape = (POSITIONS, STATE + sum(size for size, _ in CONV)) if kind is MAMBA else shape
-            layers.append(Layer(f"{group}.{number}", group, random.integers(0, 256, shape, np.uint8)))
+            layers.append(Layer(f"{group}.{number}", group, model_bytes(random, kind, heads)))
     sides: list[Side] = []
     for consumes in (False, True):
         tp = draw(st.sampled_from([1, 2, 4, 8]))

@@ -1,0 +1,40 @@
+"""Public results are what `golden.json` pins, on every run and from every thread."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import golden
+
+PINNED = json.loads(golden.FILE.read_text())
+
+
+def test_results_are_the_pinned_ones() -> None:
+    found = json.loads(json.dumps(golden.results()))
+    assert found.keys() == PINNED.keys()
+    for what, pinned in PINNED.items():
+        assert len(found[what]) == len(pinned)
+        for number, (now, then) in enumerate(zip(found[what], pinned, strict=True)):
+            assert now == then, f"{what} {number}"
+
+
+def test_eight_threads_at_once_get_the_pinned_results() -> None:
+    barrier = threading.Barrier(8)
+
+    def results(_: int) -> Any:
+        barrier.wait()
+        return json.loads(json.dumps(golden.results()))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(found == PINNED for found in pool.map(results, range(8)))
+
+
+def test_a_new_process_gets_the_pinned_results() -> None:
+    code = "import golden, json; print(json.dumps(golden.results()))"
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(golden.FILE.parent)}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True).stdout
+    assert json.loads(printed) == PINNED

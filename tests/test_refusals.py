@@ -134,6 +134,7 @@ def test_state_slots_and_kernel_blocks_of_one_page_collide() -> None:
         pytest.param({"num_tokens": 1.5}, ["num_tokens", "1.5"], id="float-tokens"),
         pytest.param({"num_tokens": 2**64}, ["num_tokens", str(2**64)], id="huge-tokens"),
         pytest.param({"num_tokens": 2**63, "num_computed_blocks": [0]}, ["num_tokens", "2^48"], id="large-tokens"),
+        pytest.param({"num_tokens": 2**48, "num_computed_blocks": [0]}, ["below 2^48"], id="tokens-of-the-limit"),
         pytest.param({"num_computed_blocks": [-1]}, ["num_computed_blocks[0]", "-1"], id="negative-computed"),
         pytest.param({"num_computed_blocks": [2**32]}, ["num_computed_blocks[0]", "2^32"], id="huge-computed"),
         pytest.param({"num_computed_blocks": [0.0]}, ["num_computed_blocks[0]", "float"], id="float-computed"),
@@ -149,6 +150,16 @@ def test_positions(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(PairingError) as refused:
         PLAN.pair([[1]], [[1]], **fields)
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_positions_end_below_2_to_the_48() -> None:
+    size = 2**17
+    plan = TransferPlan(*[engine((Group(FULL, size),), (Region(0, size, 4),))] * 2)
+    assert plan.pair([[1]], [[1]], num_tokens=size, num_computed_blocks=[2**31 - 1]).untransferred(0).tolist() == [1]
+    with pytest.raises(PairingError, match=f"token {2**48}, it must be below 2\\^48"):
+        plan.pair([[1]], [[1]], num_tokens=size, num_computed_blocks=[2**31])
+    with pytest.raises(PairingError, match="need 2147483648"):
+        plan.pair([[1]], [[1]], num_tokens=2**48 - 1, num_computed_blocks=[0])
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,11 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _int(self, field: str, low: int, high: int) -> int:
         value = getattr(self, field)
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = None
+        number = as_index(value)
         if number is None or isinstance(value, bool):
             raise GeometryError(f"{type(self).__name__}.{field} must be an integer, got {value!r}")
         if not low <= number <= high:
-            raise GeometryError(f"{type(self).__name__}.{field} is {number}, it must be in {low} .. {high}")
+            raise GeometryError(f"{type(self).__name__}.{field} is {describe(number)}, it must be in {low} .. {high}")
         self._set(field, number)
         return number
 
@@ -169,7 +166,7 @@ class Region(_Checked, frozen=True):
                 f"Region last byte lies past 2^64: base_addr {base}, {count} blocks of {length} bytes, "
                 f"{self.stride} bytes apart"
             )
-        if self.layer is not None and (not isinstance(self.layer, str) or not self.layer):
+        if self.layer is not None and (not isinstance(self.layer, str) or not _is_text(self.layer)):
             raise GeometryError(f"Region.layer must be a non-empty string or None, got {self.layer!r}")
         if self.order is not None:
             self._enum("order", BlockOrder)
@@ -194,6 +191,11 @@ class Region(_Checked, frozen=True):
     def title(self, index: int) -> str:
         """What messages call the region with this index."""
         return f"region {index}" + (f" ({self.layer})" if self.layer else "")
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be sent: not empty and without lone surrogates."""
+    return bool(name) and name == name.encode(errors="replace").decode()
 
 
 def _is_bool(value: object) -> bool:
@@ -293,7 +295,7 @@ class EngineLayout(_Checked, frozen=True):
     pp_size: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.engine_id, str) or not self.engine_id:
+        if not isinstance(self.engine_id, str) or not _is_text(self.engine_id):
             raise GeometryError(f"EngineLayout.engine_id must be a non-empty string, got {self.engine_id!r}")
         self._tuple("groups", Group)
         self._tuple("regions", Region)
@@ -357,7 +359,7 @@ class EngineLayout(_Checked, frozen=True):
         """
         try:
             return msgspec.json.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise GeometryError(f"not a layout: {error}") from None
 
     def _check_residence(self) -> None:
@@ -453,6 +455,17 @@ def _same_pages(first: Region, second: Region) -> bool:
     return first.stride == second.stride and offset + later.block_len <= first.stride
 
 
+def as_index(value: Any) -> int | None:
+    """An integer of any type as an int, of no subclass; None if it is none."""
+    try:
+        return int.__index__(operator.index(value))
+    except TypeError:
+        return None
+
+
 def describe(value: Any) -> str:
-    """A field's value as error messages show it."""
-    return str(value) if isinstance(value, StrEnum) else repr(value)
+    """A field's value as error messages show it; Python writes no int that is very long, and a class writes what it likes."""
+    try:
+        return str(value) if isinstance(value, StrEnum) else repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__} that cannot be shown"

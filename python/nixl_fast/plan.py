@@ -32,7 +32,7 @@ from nixl_fast.geometry import (
     sharing,
     unit_tokens,
 )
-from nixl_fast.layout import EngineLayout, GroupKind
+from nixl_fast.layout import EngineLayout, GroupKind, as_index, describe
 
 BlockIds = Sequence[int] | NDArray[np.integer]
 """Logical block ids of one group: a list or tuple of ints, or a 1-D integer array of any width."""
@@ -518,6 +518,7 @@ def _direction(value: Direction) -> Direction:
 
 
 def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not 1 <= int(value) < 2**31:
-        raise GeometryError(f"{name} is {value!r}, it must be an integer in 1 .. {2**31 - 1}")
-    return int(value)
+    number = None if isinstance(value, bool) else as_index(value)
+    if number is None or not 1 <= number < 2**31:
+        raise GeometryError(f"{name} is {describe(value)}, it must be an integer in 1 .. {2**31 - 1}")
+    return number

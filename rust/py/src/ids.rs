@@ -33,6 +33,9 @@ pub fn read(list: &Bound<'_, PyAny>, ids: Ids, limit: u64) -> PyResult<Vec<u32>>
         return list.iter().enumerate().map(|(position, item)| read_item(&item, ids, position, limit)).collect();
     }
     if let Ok(array) = list.cast::<PyUntypedArray>() {
+        if !list.is_exact_instance_of::<PyUntypedArray>() && list.hasattr("mask")? {
+            return Err(block_id(list.py(), format!("{ids} must have no mask, got {}", kind(list))));
+        }
         if array.ndim() != 1 {
             return Err(block_id(list.py(), format!("{ids} must be 1-D, got an array of shape {:?}", array.shape())));
         }
@@ -92,11 +95,13 @@ fn items<'py>(value: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
 }
 
 fn read_list(list: &Bound<'_, PyList>, ids: Ids, limit: u64) -> PyResult<Vec<u32>> {
-    let mut out = Vec::with_capacity(list.len());
-    while out.len() < list.len() {
+    let count = list.len();
+    let mut out = Vec::with_capacity(count);
+    while out.len() < count {
         let position = out.len();
-        // SAFETY: the position is below the list's length, checked just now with the interpreter lock held; the item is
-        // borrowed from the list and not kept, and reading an exact int runs no Python code that could change the list.
+        // SAFETY: the position is below the list's length, which is still `count`: only the slow way below runs Python
+        // code, and looks at the length after it; the interpreter lock is held. The item is borrowed from the list and
+        // not kept, and reading an exact int runs no Python code that could change the list.
         // It pays: the safe way costs 12 ns an id instead of about 5, for the many thousand ids of a long request.
         let quick = unsafe {
             let item = ffi::PyList_GetItem(list.as_ptr(), position as ffi::Py_ssize_t);
@@ -108,6 +113,10 @@ fn read_list(list: &Bound<'_, PyList>, ids: Ids, limit: u64) -> PyResult<Vec<u32
             // Not a plain id after all: say what it is. An int beyond 64 bits has set an error.
             drop(PyErr::take(list.py()));
             out.push(read_item(&list.get_item(position)?, ids, position, limit)?);
+            if list.len() != count {
+                let message = format!("{ids} changed from {count} to {} ids while being read", list.len());
+                return Err(block_id(list.py(), message));
+            }
         }
     }
     Ok(out)
@@ -124,7 +133,17 @@ fn read_item(item: &Bound<'_, PyAny>, ids: Ids, position: usize, limit: u64) -> 
             format!("block id at position {position} of {ids} must be an integer below {limit}, got {}", shown(item));
         return Err(block_id(item.py(), message));
     };
-    number.extract::<u32>().map_err(|_| to_py(item.py(), &outside(number.to_string(), ids, position, limit)))
+    number.extract::<u32>().map_err(|_| to_py(item.py(), &outside(digits(&number), ids, position, limit)))
+}
+
+/// An int as text; Python writes none that is very long.
+fn digits(number: &Bound<'_, PyAny>) -> String {
+    let long = |_| {
+        let sign = if number.lt(0).unwrap_or(false) { "-" } else { "" };
+        let bits = number.call_method0("bit_length").and_then(|bits| bits.extract::<u64>()).unwrap_or(1);
+        format!("{sign}2^{} or beyond", bits.saturating_sub(1))
+    };
+    number.str().map_or_else(long, |text| text.to_string())
 }
 
 /// The refusal of an integer that is no u32.
@@ -145,7 +164,8 @@ fn integer<'py>(item: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
         return Some(item.clone());
     }
     // numpy scalars: integers have __index__, floats and bools have not.
-    item.call_method0("__index__").ok()
+    let number = item.call_method0("__index__").ok()?;
+    (number.is_instance_of::<PyInt>() && !number.is_instance_of::<PyBool>()).then_some(number)
 }
 
 fn read_array<T>(list: &Bound<'_, PyAny>, ids: Ids, limit: u64) -> Option<PyResult<Vec<u32>>>

@@ -15,6 +15,7 @@ Who may touch which memory, and when:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -24,6 +25,7 @@ import secrets
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -429,6 +431,7 @@ class TransferWorker:
             raise TransferError("the worker has been started before")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="nixl-fast-worker", daemon=True)
+        _running.add(self)
         self._thread.start()
         self._ready.wait()
         if self._dead is not None:
@@ -1514,6 +1517,16 @@ class TransferWorker:
             self._results.append(
                 Result(request_id=request_id, kind=kind, status=Status.FAILED, error=error, invalid=invalid)
             )
+
+
+_running: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes what the engine has not: a thread that the interpreter ends inside NIXL takes the process down with it."""
+    for worker in list(_running):
+        worker.close()
 
 
 class _PeerRefusedError(NixlFastError):

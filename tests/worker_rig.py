@@ -305,6 +305,11 @@ class _Child:
     def wrong_bytes(self, source: Spec | None = None, moves: Sequence[Move] = (), torn: Sequence[Move] = ()) -> int:
         return self.spec.wrong_bytes(self.memory, source, moves, torn)
 
+    def refill(self) -> None:
+        """Makes the memory what it was at first."""
+        for layer, array in enumerate(self.memory):
+            array[:] = self.spec.pattern(layer)
+
     def generation(self) -> int:
         layout = self.worker._layout
         return layout.generation if layout else -1

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,20 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nixl-f
 
 
 def unpacked(release: str) -> Path:
-    """The folder with a vLLM release's wheel, unpacked without what it depends on; made once per machine."""
+    """The folder with a vLLM release's wheel, unpacked without what it depends on; fetched once per machine."""
     target = CACHE / f"vllm-{release}"
-    if not (target / "vllm" / "__init__.py").exists():
-        uv = shutil.which("uv") or pytest.fail("uv is needed to fetch a second vLLM release")
-        command = [uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+    if target.exists():
+        return target
+    uv = shutil.which("uv") or pytest.fail("uv is needed to fetch a second vLLM release")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as part:  # an interrupted download must not look like a whole one
+        command = [uv, "pip", "install", "--no-deps", "--python", sys.executable, "--target", part, f"vllm=={release}"]
         environment = {**os.environ, "UV_NATIVE_TLS": "1", "UV_SYSTEM_CERTS": "1"}  # the machine's own certificates
-        arguments = ["--target", str(target), f"vllm=={release}"]
-        subprocess.run([*command, *arguments], check=True, timeout=900, env=environment)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+        if done.returncode != 0 or not Path(part, "vllm", "__init__.py").exists():
+            pytest.fail(f"vllm {release} could not be fetched from the package index:\n{done.stderr[-3000:]}")
+        Path(part).rename(target)
+        Path(part).mkdir()
     return target
 
 

@@ -38,6 +38,10 @@ def _context() -> Any:
     return context
 
 
+BLOCKS = 256
+"""Logical blocks of every engine's cache."""
+
+
 class Engine:
     """The test's end of an engine's process."""
 
@@ -172,7 +176,7 @@ def _serve(settings: dict[str, Any], pipe: Any) -> None:
     common = {
         "enforce_eager": True,
         "max_model_len": 1024,
-        "num_gpu_blocks_override": 256,
+        "num_gpu_blocks_override": BLOCKS,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "disable_log_stats": False,
@@ -275,7 +279,7 @@ class _Commands:
         return out
 
     def watch(self) -> None:
-        """Notes every request whose blocks are to be filled."""
+        """Notes every request whose blocks are to be filled, the consumer's as local."""
         worker = self._worker()
         start = worker.start_load_kv
 
@@ -287,6 +291,24 @@ class _Commands:
             start(metadata)
 
         worker.start_load_kv = start_load_kv
+        if not hasattr(worker, "_xfer_blocks_for_req"):
+            return
+        push = worker._xfer_blocks_for_req
+
+        def xfer_blocks_for_req(req_id: str, meta: Any) -> None:
+            ours = [list(ids) for ids in meta.local_block_ids]
+            theirs = [list(ids) for ids in meta.remote.block_ids]
+            self._recorder.requests.append({"local": theirs, "remote": ours})
+            push(req_id, meta)
+
+        worker._xfer_blocks_for_req = xfer_blocks_for_req
+
+    def hold(self) -> None:
+        """Keeps the transfer thread out of NIXL."""
+        self._worker().nixl_wrapper._lock.acquire()
+
+    def let_go(self) -> None:
+        self._worker().nixl_wrapper._lock.release()
 
     def requests(self) -> list[dict[str, Any]]:
         out, self._recorder.requests = self._recorder.requests, []

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import OURS, STOCK, Pair
-from engine import Engine
+from engine import BLOCKS, Engine
 
 Make = Callable[..., Pair]
 Checkpoint = Callable[[str], str]
@@ -127,8 +127,7 @@ def check_positions(pair: Pair, moved: list[Any], request: dict[str, Any], windo
 def control(pair: Pair, tokens: list[int]) -> None:
     """KV of blocks that nobody has written gives other tokens: the comparison means something."""
     params = prefill(pair, tokens)
-    blocks = pair.prefill.ask("layout")["blocks"] // pair.prefill.ask("layout")["ratio"]
-    params["remote_block_ids"] = [[blocks - 1 - each for each in ids] for ids in params["remote_block_ids"]]
+    params["remote_block_ids"] = [[BLOCKS - 1 - each for each in ids] for ids in params["remote_block_ids"]]
     wrong = pair.decode.ask("generate", prompt=tokens, tokens=TOKENS, params=params)["tokens"]
     pair.decode.ask("moved")
     assert wrong != alone(pair.decode, tokens)
@@ -178,6 +177,19 @@ def test_abort_while_receiving(engines: Make, checkpoint: Checkpoint) -> None:
         pair.decode.ask("abort", request=f"aborted-{steps}")
     after = settled(pair.decode)
     assert (after["free"], after["receiving"]) == (before["free"], 0)
+    # While NIXL may still write to them the blocks are not given back.
+    params = prefill(pair, tokens)
+    pair.decode.ask("hold")
+    pair.decode.ask("start", prompt=tokens, tokens=TOKENS, params=params, request="aborted-held")
+    pair.decode.ask("step", count=2)
+    pair.decode.ask("abort", request="aborted-held")
+    pair.decode.ask("step", count=5)
+    held = pair.decode.ask("stats")
+    assert held["receiving"] > 0
+    assert held["free"] <= before["free"] - 500 // 32
+    pair.decode.ask("let_go")
+    after = settled(pair.decode)
+    assert (after["free"], after["receiving"]) == (before["free"], 0)
     got, *_ = exchange(pair, prompt(60, 8))
     assert got == alone(pair.decode, prompt(60, 8))
 
@@ -215,6 +227,7 @@ def test_prefix_hit_on_the_decode_side(engines: Make, checkpoint: Checkpoint) ->
     assert len(request["local"][0]) == 2, "two of four blocks were cached"
     check_positions(pair, moved, request)
     assert got == alone(pair.decode, tokens)
+    control(pair, tokens)
 
 
 def test_full_and_sliding_window(engines: Make, checkpoint: Checkpoint) -> None:
@@ -260,6 +273,7 @@ def test_different_ratios(engines: Make, checkpoint: Checkpoint, blocks: tuple[i
         got, moved, request = exchange(pair, tokens)
         check_positions(pair, moved, request)
         assert got == alone(pair.decode, tokens)
+    control(pair, tokens)
 
 
 def test_different_ratios_are_wrong_in_stock(engines: Make, checkpoint: Checkpoint) -> None:
@@ -280,6 +294,7 @@ def test_a_stock_peer(engines: Make, checkpoint: Checkpoint, connectors: Any) ->
     tokens = prompt(200, 21)
     got, *_ = exchange(pair, tokens)
     assert got == alone(pair.decode, tokens)
+    control(pair, tokens)
 
 
 def test_multi_connector(engines: Make, checkpoint: Checkpoint) -> None:
@@ -294,10 +309,11 @@ def test_multi_connector(engines: Make, checkpoint: Checkpoint) -> None:
     check_positions(pair, moved, request)
     assert got == alone(pair.decode, tokens)
     assert pair.decode.ask("metrics")["vllm:nixl_xfer_time_seconds"] > 0
+    control(pair, tokens)
 
 
-def push(pair: Pair, tokens: list[int], name: str) -> list[int]:
-    """The decode engine registers first, then the prefill engine writes."""
+def push(pair: Pair, tokens: list[int], name: str, prefilled: list[int] | None = None) -> list[int]:
+    """The decode engine registers first, then the prefill engine writes; what it has ``prefilled`` if not the same."""
     layout = pair.prefill.ask("side_channel")
     params = {
         "do_remote_prefill": True,
@@ -307,7 +323,9 @@ def push(pair: Pair, tokens: list[int], name: str) -> list[int]:
         **layout,
     }
     pair.decode.send("generate", prompt=tokens, tokens=TOKENS, params=params, request=name)
-    done = pair.prefill.ask("generate", prompt=tokens, tokens=1, params={"do_remote_decode": True}, request=name)
+    done = pair.prefill.ask(
+        "generate", prompt=prefilled or tokens, tokens=1, params={"do_remote_decode": True}, request=name
+    )
     assert len(done["tokens"]) == 1
     for _ in range(400):
         pair.prefill.ask("step", count=1, wait=0.05)
@@ -324,9 +342,28 @@ def test_push(engines: Make, checkpoint: Checkpoint, blocks: tuple[int, int]) ->
     for number, length in enumerate((100, 192)):
         tokens = prompt(length, length)
         got = push(pair, tokens, f"push-{number}")
-        moved = pair.prefill.ask("moved")
-        assert moved
+        moved, requests = pair.prefill.ask("moved"), pair.prefill.ask("requests")
+        assert len(requests) == 1
+        check_positions(pair, moved, {**requests[0], "tokens": length})
+        check_arrived(pair, moved, requests[0]["local"])
         assert got == alone(pair.decode, tokens)
+    wrong = push(pair, tokens, "push-of-another", prefilled=prompt(length, 1))
+    assert wrong != alone(pair.decode, tokens)
+
+
+def check_arrived(pair: Pair, moved: list[Any], blocks: list[list[int]]) -> None:
+    """The decode engine's memory holds what was written, but for the last block, where it has gone on writing."""
+    assert moved
+    side = pair.decode.ask("layout")
+    sizes = [stride * side["ratio"] for stride in side["strides"]]
+    last = [base + ids[-1] * size for base, size in zip(side["bases"], sizes, strict=True) for ids in blocks]
+    pids = processes(pair.decode.process.pid)
+    checked = 0
+    for _, target, length, data in moved:
+        if not any(begin <= target < begin + sizes[0] for begin in last):
+            assert data in peek(pids, target, length), "a descriptor did not arrive"
+            checked += 1
+    assert checked
 
 
 def test_tensor_parallel_prefill(engines: Make, checkpoint: Checkpoint) -> None:
@@ -334,4 +371,6 @@ def test_tensor_parallel_prefill(engines: Make, checkpoint: Checkpoint) -> None:
     tokens = prompt(100, 23)
     got, moved, _ = exchange(pair, tokens)
     assert len(moved) == 2 * 4 * 4, "half of the heads from either rank: 2 ranks, 4 layers, 4 blocks"
+    assert len({target for _, target, *_ in moved}) == len(moved)
     assert got == alone(pair.decode, tokens)
+    control(pair, tokens)

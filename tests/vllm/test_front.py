@@ -277,6 +277,35 @@ def test_memory_is_deregistered_behind_everything_handed_over() -> None:
     front.close()
 
 
+def test_memory_is_kept_for_what_still_moves() -> None:
+    agent = Slow()
+    agent.gate.set()
+    agent.states[0] = "PROC"
+    front = AgentFront(agent)
+    handle = started(front, 0)
+    front.drain()
+    threading.Timer(0.2, agent.states.update, [{0: "DONE"}]).start()
+    front.deregister_memory("descs")
+    assert front.check_xfer_state(handle) == "DONE"
+    assert agent.calls.index("deregister") > agent.calls.index("release 0")
+    front.close()
+
+
+def test_a_transfer_that_never_ends_holds_nothing_up_for_ever() -> None:
+    agent = Slow()
+    agent.gate.set()
+    agent.states[0] = "PROC"
+    front = AgentFront(agent)
+    handle = started(front, 0)
+    assert not front.settle(0.05)
+    front.release_xfer_handle(handle)
+    assert front.settle(20)
+    checks = agent.calls.count("check 0")
+    time.sleep(0.02)
+    assert agent.calls.count("check 0") == checks, "a released transfer is asked for its state"
+    front.close()
+
+
 def test_telemetry_that_is_missing_is_no_failure() -> None:
     agent = Slow()
     agent.no_telemetry = True

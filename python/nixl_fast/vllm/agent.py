@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from queue import Empty, SimpleQueue
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.002
 """Seconds between two looks at transfers that are on their way; doubled from one look to the next."""
+
+_SETTLE_SECONDS = 10.0
+"""How long memory that is to be deregistered is kept for transfers that are on their way."""
 
 
 class _State(IntEnum):
@@ -281,9 +284,9 @@ class AgentFront:
             if handle.real is not None:
                 self._agent.release_xfer_handle(handle.real)
                 handle.real = None
+            handle.state = _State.RELEASED
 
         self._exclusively(release)
-        handle.state = _State.RELEASED
 
     # Messages
 
@@ -347,6 +350,26 @@ class AgentFront:
         reached = threading.Event()
         self._put(reached.set)
         return reached.wait(timeout)
+
+    def settle(self, timeout: float) -> bool:
+        """Waits until nothing moves any more and nothing is about to.
+
+        Args:
+            timeout: Seconds.
+
+        Returns:
+            Whether that is so.
+        """
+        end = monotonic() + timeout
+        while (busy := bool(self._outstanding or self._posted)) and not self._closed and monotonic() < end:
+            sleep(_SHORTEST_WAIT)
+        return not busy
+
+    def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """As the agent's, once nothing moves any more; what still does after some seconds is left to NIXL."""
+        if not self.settle(_SETTLE_SECONDS):
+            _log.warning("memory is deregistered while transfers are on their way")
+        return self._exclusively(lambda: self._agent.deregister_memory(*args, **kwargs))
 
     def close(self, timeout: float = 10.0) -> None:
         """Drains, then ends the transfer thread; transfers cannot be started afterwards. Twice is once."""

@@ -61,22 +61,21 @@ class IndexSpace:
         """
         out: list[NDArray[np.integer]] = []
         for part, starts, limit in zip(self.parts, self._starts, self._limits, strict=True):
-            for group in part.groups:
-                _check(group, block_ids[group], limit)
-            listed = [block_ids[group] for group in part.groups if len(block_ids[group])]
-            if not listed:
-                continue
-            ids = np.asarray(listed[0] if len(listed) == 1 else np.concatenate(listed), dtype=starts.dtype)
-            out.append(np.ravel(starts + ids))
+            listed = [_checked(group, block_ids[group], limit) for group in part.groups if len(block_ids[group])]
+            if listed:
+                ids = listed[0] if len(listed) == 1 else np.concatenate(listed)
+                out.append(np.ravel(starts + ids.astype(starts.dtype, copy=False)))
         if len(out) == 1:
             return out[0]
         return np.concatenate(out) if out else np.empty(0, np.int32)
 
 
-def _check(group: int, block_ids: Ids, limit: int) -> None:
-    if len(block_ids) and not (min(block_ids) >= 0 and max(block_ids) < limit):
-        at, value = next((at, value) for at, value in enumerate(block_ids) if not 0 <= value < limit)
-        raise BlockIdError(f"kernel block id {value} at position {at} of group {group} is not in 0 .. {limit - 1}")
+def _checked(group: int, block_ids: Ids, limit: int) -> NDArray[np.integer]:
+    ids = np.asarray(block_ids)
+    if ids.min() < 0 or ids.max() >= limit:
+        at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
+        raise BlockIdError(f"kernel block id {ids[at]} at position {at} of group {group} is not in 0 .. {limit - 1}")
+    return ids
 
 
 class LazyIds:

@@ -27,7 +27,7 @@ from nixl_fast.layout import GroupKind
 from nixl_fast.plan import Direction, expand_block_ids
 from nixl_fast.vllm import shadow
 from nixl_fast.vllm.agent import AgentFront
-from nixl_fast.vllm.descriptors import IndexSpace, LazyIds, Part
+from nixl_fast.vllm.descriptors import Ids, IndexSpace, LazyIds, Part
 from nixl_fast.vllm.pairing import GroupPairs, GroupPlan, GroupRule, SideRule
 from nixl_fast.vllm.switches import Switches, read_switches
 
@@ -51,6 +51,9 @@ FAILURE_PREFIX = b"nixl-fast-failed:"
 """Starts the message by which a producer tells a consumer that a push will not come; the request id follows."""
 
 BlockIds = Sequence[Sequence[int]]
+
+_SHUTDOWN_SECONDS = 10.0
+"""How long a shutdown waits for transfers that are on their way."""
 
 
 class Note(NamedTuple):
@@ -125,13 +128,13 @@ class Descriptors:
             uses_region_group_mapping,
         )
         space = self._nixl_fast_space(len(block_ids), *arguments)
+        stock = super()._compute_desc_ids  # type: ignore[misc]
         if space is None:
-            return super()._compute_desc_ids(block_ids, *arguments)  # type: ignore[misc]
+            return stock(_lists(block_ids), *arguments)
         if _switches(self).shadow:
-            stock = super()._compute_desc_ids  # type: ignore[misc]
             ours = space.indices(block_ids)
-            inputs = {"ids": block_ids, "arguments": arguments}
-            shadow.compare("_compute_desc_ids", ours, lambda: stock(block_ids, *arguments), **inputs)
+            inputs = {"ids": _lists(block_ids), "arguments": arguments}
+            shadow.compare("_compute_desc_ids", ours, lambda: stock(_lists(block_ids), *arguments), **inputs)
         request = self._nixl_fast_request
         return LazyIds(space, block_ids) if request is not None and request.lazy else space.indices(block_ids)
 
@@ -217,6 +220,11 @@ class Descriptors:
         return IndexSpace([*blocks, *[slots] * (states + extra)], listed) if len(listed) == num_groups else None
 
 
+def _lists(block_ids: Sequence[Ids]) -> list[Ids]:
+    """As stock takes them; it asks lists whether they are empty as it could not ask arrays."""
+    return [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in block_ids]
+
+
 class Request:
     """One request while vLLM's worker turns its block ids into a transfer."""
 
@@ -240,6 +248,7 @@ class Request:
         self._tokens = tokens
         self._note = note
         self.lazy = lazy
+        """Whether descriptor ids are worked out on the transfer thread."""
         self._pairs: dict[int, GroupPairs] = {}
         self._mapped: Any = None
         self.used = False
@@ -278,8 +287,8 @@ class Request:
             producer_first=producer_first if window else None,
         )
 
-    def select(self, local: BlockIds, remote: BlockIds, *, kernel: bool) -> tuple[list[list[int]], list[list[int]]]:
-        """The paired units of the groups that this rank takes part in.
+    def select(self, local: BlockIds, remote: BlockIds, *, kernel: bool) -> tuple[list[Ids], list[Ids]]:
+        """The paired units of the groups that this rank takes part in; arrays if the request is lazy, else lists.
 
         Args:
             local: Kernel block ids that vLLM has for this rank, per group; empty for a group of another rank.
@@ -291,7 +300,7 @@ class Request:
         """
         if self._mapped is not None and local is self._mapped[0] and remote is self._mapped[1]:
             return self._mapped  # type: ignore[no-any-return]
-        out: tuple[list[list[int]], list[list[int]]] = ([], [])
+        out: tuple[list[Ids], list[Ids]] = ([], [])
         for group, plan in enumerate(self.plans):
             lists = (local[group] if len(local) else [], remote[group] if len(remote) else [])
             if not len(lists[0 if self.reads else 1]):
@@ -312,8 +321,8 @@ class Request:
                         f"{ratio}"
                     )
             pairs = self.pairs(group)
-            out[0].append(pairs.local.tolist())
-            out[1].append(pairs.remote.tolist())
+            out[0].append(pairs.local if self.lazy else pairs.local.tolist())
+            out[1].append(pairs.remote if self.lazy else pairs.remote.tolist())
         self.used = True
         self._mapped = out
         return out
@@ -413,7 +422,12 @@ class Pairing:
             note = Note(_computed(worker, meta, plans), None)
         if note.end is not None and tokens:
             tokens = min(tokens, note.end)
-        lazy = isinstance(worker.nixl_wrapper, AgentFront) and not _switches(self).sync and not worker._mixed_mem_types
+        lazy = (
+            isinstance(self, Descriptors)
+            and isinstance(worker.nixl_wrapper, AgentFront)
+            and not _switches(self).sync
+            and not worker._mixed_mem_types
+        )
         return Request(plans, direction, meta.local_block_ids, meta.remote.block_ids, tokens or None, note, lazy)
 
     def _nixl_fast_plans(self, engine: str, info: Any, direction: Direction) -> tuple[GroupPlan, ...] | None:
@@ -667,10 +681,10 @@ class Agent:
         worker._nixl_fast_spaces = {}
 
     def shutdown(self) -> None:
-        """As stock's; nothing is being posted any more when it lets go of handles and memory."""
+        """As stock's; nothing moves any more when it lets go of handles and memory, if the peers let it come to an end."""
         front = getattr(self, "nixl_wrapper", None)
         if isinstance(front, AgentFront):
-            front.drain(timeout=60.0)
+            front.settle(_SHUTDOWN_SECONDS)
         super().shutdown()  # type: ignore[misc]
         if isinstance(front, AgentFront):
             front.close()

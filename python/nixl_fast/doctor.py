@@ -75,9 +75,9 @@ def examine(*, loopback: bool = True, vllm: bool = True) -> Report:
     checks = [Check("nixl-fast", Status.OK, f"{_installed(('nixl-fast',))}, Python {sys.version.split()[0]}")]
     checks += [_distribution(name, names) for name, names in _DISTRIBUTIONS.items()]
     checks += [_switches()]
-    if vllm and importlib.util.find_spec("vllm") is not None:
+    if vllm and _importable("vllm"):
         checks += _guard("vLLM's connector", _overrides)
-    if importlib.util.find_spec("nixl") is not None:
+    if _importable("nixl"):
         checks += _guard("NIXL", lambda: _nixl(loopback))
     return Report(all(check.status is not Status.FAILED for check in checks), tuple(checks))
 
@@ -98,11 +98,17 @@ def _installed(names: tuple[str, ...]) -> str | None:
     return None
 
 
+def _importable(name: str) -> bool:
+    """Whether there is a package of that name, not just a folder that happens to be called so."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 def _distribution(name: str, names: tuple[str, ...]) -> Check:
     found = _installed(names)
     if found is not None:
         return Check(name, Status.OK, found)
-    if importlib.util.find_spec(name) is not None:
+    if _importable(name):
         return Check(name, Status.INFO, "importable, but not an installed distribution")
     needed = (
         "needed to move bytes: pip install 'nixl-fast[nixl]'"

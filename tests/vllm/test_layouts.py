@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import OURS, free_port
+from conftest import OURS, STOCK, free_port
 
 KERNEL = 32
 HEADS, HEAD_SIZE, WINDOW = 2, 64, 64
@@ -51,11 +51,21 @@ class Side:
         block: Tokens per logical block.
         kinds: Per layer ``full`` or ``window``; one KV-cache group per kind.
         blocks: Logical blocks.
+        connector: ``kv_connector`` and where it is; ours unless given.
         extra: ``kv_connector_extra_config``.
     """
 
     def __init__(
-        self, model: str, role: str, *, block: int, kinds: str, blocks: int, port: int | None = None, **extra: Any
+        self,
+        model: str,
+        role: str,
+        *,
+        block: int,
+        kinds: str,
+        blocks: int,
+        port: int | None = None,
+        connector: dict[str, Any] | None = None,
+        **extra: Any,
     ) -> None:
         import torch
         from vllm import envs
@@ -70,7 +80,10 @@ class Side:
         self.port = port or free_port()
         self.block, self.ratio, self.blocks = block, block // KERNEL, blocks
         transfer = KVTransferConfig(
-            **OURS, kv_role=role, engine_id=f"{role}-{self.port}-{time.monotonic_ns()}", kv_connector_extra_config=extra
+            **(connector or OURS),
+            kv_role=role,
+            engine_id=f"{role}-{self.port}-{time.monotonic_ns()}",
+            kv_connector_extra_config=extra,
         )
         config = EngineArgs(
             model=model,
@@ -265,6 +278,16 @@ def test_every_byte(sides: Sides, kinds: str, blocks: tuple[int, int], tokens: i
         assert not unchanged(decode)
         asked.expect(prefill, decode)
         assert unchanged(decode), "a byte is wrong, or one was written that should not have been"
+
+
+def test_stock_is_wrong_where_ratios_differ(sides: Sides) -> None:
+    prefill, decode = sides("ff", (128, 64), connector=STOCK)
+    assert not type(decode.worker).__name__.startswith("NixlFast")
+    asked = Asked(prefill, decode, 192)
+    asked.start(prefill, decode)
+    assert asked.finish(prefill, decode) == (False, True)
+    asked.expect(prefill, decode)
+    assert not unchanged(decode)
 
 
 @pytest.mark.parametrize("bad", [48, -1, 10_000], ids=["next region", "negative", "far"])

@@ -238,6 +238,32 @@ def test_the_caller_stays_out_of_nixl_while_a_transfer_is_on_its_way() -> None:
     front.close()
 
 
+def test_quiet_means_that_there_is_nothing_to_hear() -> None:
+    agent = Slow()
+    front = AgentFront(agent)
+    assert not front.quiet, "nothing is on its way: messages may come at any time"
+    agent.states[0] = "PROC"
+    handle = started(front, 0)
+    front.get_new_notifs()
+    assert front.quiet, "being posted"
+    agent.gate.set()
+    until(lambda: not front.quiet)  # the other side has said something
+    assert front.get_new_notifs()["peer"]
+    agent.get_new_notifs = lambda *_: {}  # type: ignore[method-assign]
+    until(lambda: (front.get_new_notifs(), front.quiet)[1])
+    assert front.check_xfer_state(handle) == "PROC"
+    other = started(front, 1)
+    until(lambda: not front.quiet)
+    assert front.check_xfer_state(other) == "DONE"
+    front.get_new_notifs()
+    assert front.quiet
+    agent.states[0] = RuntimeError("lost the peer")
+    until(lambda: not front.quiet)
+    with pytest.raises(RuntimeError, match="lost the peer"):
+        front.check_xfer_state(handle)
+    front.close()
+
+
 def test_release_before_the_post_means_never() -> None:
     agent = Slow()
     front = AgentFront(agent)

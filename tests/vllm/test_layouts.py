@@ -338,6 +338,28 @@ def held(side: Side) -> threading.Lock:
     return lock
 
 
+def test_polls_are_short_while_nothing_happens(sides: Sides) -> None:
+    prefill, decode = sides()
+    asked = Asked(prefill, decode, 100)
+    asked.start(prefill, decode)
+    asked.finish(prefill, decode)
+    worker, looks = decode.worker, []
+    look = worker._pop_done_transfers
+    worker._pop_done_transfers = lambda transfers: looks.append(1) or look(transfers)
+    lock = held(decode)
+    asked = Asked(prefill, decode, 100, seed=1)
+    asked.start(prefill, decode)
+    for _ in range(64):
+        assert not worker.get_transfer_results().finished_recving
+    assert len(looks) <= 5, "the books are gone through now and then, not every time"
+    looks.clear()
+    worker._failed_recv_reqs.put("somebody else's")
+    worker.get_transfer_results()
+    assert looks, "a failed handshake waits for nobody"
+    lock.release()
+    assert asked.finish(prefill, decode) == (False, True)
+
+
 def test_shutdown_waits_for_what_is_on_its_way(sides: Sides) -> None:
     prefill, decode = sides()
     asked = Asked(prefill, decode, 100)

@@ -123,6 +123,8 @@ class AgentFront:
         self._posted: list[PendingTransfer] = []
         """Transfers on their way; only the transfer thread changes it."""
         self._notifs: dict[str, list[bytes]] = {}
+        self._news = False
+        """Whether a transfer has ended or a message has come since messages were last asked for."""
 
     # What moves bytes
 
@@ -234,6 +236,7 @@ class AgentFront:
         handle.error = error
         self._let_go(handle)
         handle.state = _State.FAILED
+        self._news = True
 
     def _finish(self, handle: PendingTransfer) -> None:
         """Takes the telemetry of a transfer that is over and lets go of it; inside the lock."""
@@ -243,6 +246,7 @@ class AgentFront:
             _log.debug("NIXL has no telemetry of a finished transfer", exc_info=True)
         self._let_go(handle)
         handle.state = _State.DONE
+        self._news = True
 
     def _let_go(self, handle: PendingTransfer) -> None:
         if handle.real is None:
@@ -311,6 +315,7 @@ class AgentFront:
 
     def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
         """As the agent's; while transfers are on their way, what the transfer thread has found."""
+        self._news = False  # before anything is looked at: what ends from here on is news for the next call
         with self._mutex:
             out, self._notifs = self._notifs, {}
         if self._enter():
@@ -327,6 +332,11 @@ class AgentFront:
         return out
 
     # The rest
+
+    @property
+    def quiet(self) -> bool:
+        """Transfers are on their way, and none has ended nor has a message come since `get_new_notifs` was called."""
+        return bool(self._posted or self._outstanding) and not self._news
 
     def prep_xfer_dlist(self, agent_name: str, xfer_list: Any, *args: Any, **kwargs: Any) -> Any:
         """As the agent's; rows of no blocks are left out, NIXL would refuse the whole list for one of them."""
@@ -467,6 +477,7 @@ class AgentFront:
         if new:
             with self._mutex:
                 _merge(self._notifs, new)
+            self._news = True
 
 
 def _merge(into: dict[str, list[bytes]], new: dict[str, list[bytes]]) -> None:

@@ -28,6 +28,7 @@ _WORKER: dict[str, type] = {
     "push pairing": worker.PushPairing,
     "descriptor ids": worker.Descriptors,
     "expansion": worker.Expand,
+    "polling": worker.Polling,
 }
 _SCHEDULER: dict[str, type] = {"positions": scheduler.Positions}
 

@@ -36,6 +36,11 @@ PULL_WORKER = (
     Feature("pull pairing", (*_PAIRED, "_read_blocks_for_req", "_read_blocks"), _GUESSED),
     _DESCRIPTORS,
     _EXPANSION,
+    Feature(
+        "polling",
+        ("get_transfer_results", "_pop_done_transfers"),
+        "Every step goes through the books of all transfers.",
+    ),
 )
 PUSH_WORKER = (
     _AGENT,

@@ -1,4 +1,5 @@
-"""Our methods against stock vLLM's on generated inputs; runs again, in a process of its own, on another release."""
+"""Our methods against stock vLLM's on generated inputs; with the layouts' tests again on another release, in a process
+of its own."""
 
 # ruff: noqa: PLC0415 - vLLM, torch and NIXL are imported when they are needed
 from __future__ import annotations
@@ -355,8 +356,9 @@ def test_the_same_on(release: str) -> None:
     from conftest import unpacked
 
     env = {**os.environ, "PYTHONPATH": str(unpacked(release)), "NIXL_FAST_PARITY_RELEASE": release}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not same_on", str(Path(__file__))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not same_on"]
+    files = [str(Path(__file__).with_name(name)) for name in ("test_parity.py", "test_layouts.py")]
+    done = subprocess.run([*command, *files], env=env, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OURS, STOCK, Pair
 from engine import BLOCKS, Engine
+
+from conftest import OURS, STOCK, Pair
 
 Make = Callable[..., Pair]
 Checkpoint = Callable[[str], str]

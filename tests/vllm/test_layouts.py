@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from conftest import OURS, STOCK, free_port
 
 KERNEL = 32

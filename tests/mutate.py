@@ -411,7 +411,7 @@ class Copy:
         for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
             if (ROOT / name).is_file():
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.tree / name)
+                shutil.copy(ROOT / name, self.tree / name)
         self.env = {
             **os.environ,
             "CARGO_TARGET_DIR": str(self.target),

@@ -152,6 +152,24 @@ def test_positions(fields: dict[str, Any], words: list[str]) -> None:
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
+def test_expanded_ids_end_below_2_to_the_31() -> None:
+    assert expand_block_ids([2**29 - 1], 4).tolist() == list(range(2**31 - 4, 2**31))
+    with pytest.raises(BlockIdError, match=f"{2**29} at position 0 .* not below {2**29}"):
+        expand_block_ids([2**29], 4)
+
+
+def test_ids_between_the_blocks_and_a_placeholder_past_them_name_nothing() -> None:
+    layout = engine((Group(FULL, 16),), (Region(0, 64, 8),), null_block_id=100)
+    with pytest.raises(BlockIdError, match="50 at position 0 of local group 0 is not below 8"):
+        TransferPlan(layout, layout).pair([[50]], [[1]])
+
+
+def test_windows_that_differ_are_refused() -> None:
+    local, remote = (engine((Group(WINDOW, 16, 1, window),), (Region(0, 64, 8),)) for window in (32, 48))
+    with pytest.raises(GeometryError, match=r"groups\[0\].sliding_window: local 32, remote 48"):
+        TransferPlan(local, remote)
+
+
 def test_positions_end_below_2_to_the_48() -> None:
     size = 2**17
     plan = TransferPlan(*[engine((Group(FULL, size),), (Region(0, size, 4),))] * 2)

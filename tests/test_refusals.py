@@ -371,3 +371,11 @@ def test_errors_pickle_and_have_one_root(name: str) -> None:
     runtime = ("StalePlanError", "TransferError")
     assert isinstance(error, RuntimeError) == (name in runtime)
     assert isinstance(error, ValueError) == (name not in (*runtime, "NixlFastError"))
+
+
+@pytest.mark.parametrize("group", [-1, 1, 10**6])
+def test_a_group_that_the_plan_does_not_have(group: int) -> None:
+    pairing = PLAN.pair([[1]], [[2]], num_tokens=128)
+    for ask in (pairing.kernel_pairs, pairing.untransferred):
+        with pytest.raises(IndexError, match=f"group {group} of a plan that has 1"):
+            ask(group)

@@ -214,7 +214,7 @@ impl Pairing {
     ///
     /// A unit is `unit_tokens` tokens of one kernel block (the kernel block itself where both sides have the same), or a
     /// state slot of a Mamba group. Raises `IndexError` for a group that the plan does not have.
-    fn kernel_pairs<'py>(&self, py: Python<'py>, group: usize) -> PyResult<(Ids<'py>, Ids<'py>)> {
+    fn kernel_pairs<'py>(&self, py: Python<'py>, group: i64) -> PyResult<(Ids<'py>, Ids<'py>)> {
         let pairs = self.group(group)?;
         let units = |first: fn(&core::Run) -> u32| -> Vec<i32> {
             pairs.all().flat_map(|run| (first(run)..first(run) + run.len).map(|unit| unit as i32)).collect()
@@ -224,7 +224,7 @@ impl Pairing {
 
     /// Consumer units of one group that are listed but get no data, `int32`: the tail past the data, blocks before the
     /// window, a recomputed state slot. Raises `IndexError` for a group that the plan does not have.
-    fn untransferred<'py>(&self, py: Python<'py>, group: usize) -> PyResult<Ids<'py>> {
+    fn untransferred<'py>(&self, py: Python<'py>, group: i64) -> PyResult<Ids<'py>> {
         let ranges = &self.group(group)?.unmoved;
         let units: Vec<i32> =
             ranges.iter().flat_map(|range| (range.first..range.first + range.len).map(|unit| unit as i32)).collect();
@@ -262,10 +262,10 @@ impl Pairing {
 }
 
 impl Pairing {
-    fn group(&self, group: usize) -> PyResult<&core::GroupPairs> {
+    fn group(&self, group: i64) -> PyResult<&core::GroupPairs> {
         let count = self.pairs.groups.len();
-        let missing = || pyo3::exceptions::PyIndexError::new_err(format!("group {group} is not below {count}"));
-        self.pairs.groups.get(group).ok_or_else(missing)
+        let missing = || pyo3::exceptions::PyIndexError::new_err(format!("group {group} of a plan that has {count}"));
+        usize::try_from(group).ok().and_then(|group| self.pairs.groups.get(group)).ok_or_else(missing)
     }
 }
 

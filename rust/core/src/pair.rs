@@ -853,7 +853,7 @@ impl Request<'_> {
         if placeholder(consumer.null, self.consumer) || placeholder(producer.null, from) {
             return None;
         }
-        let mut out = GroupPairs::default();
+        let mut out = GroupPairs { runs: Vec::with_capacity(listed.min(64)), ..GroupPairs::default() };
         for block in before {
             out.leave(block * consumer.units, consumer.units);
         }

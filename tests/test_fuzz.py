@@ -57,6 +57,11 @@ class Index:
         return out
 
 
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
 class Loud(int):
     def __repr__(self) -> str:
         raise RuntimeError
@@ -161,7 +166,7 @@ def test_an_id_is_what_the_object_holds(ids: Any) -> None:
     assert PLAN.pair([ids], [[5]]).local_desc_ids.tolist() == [5]
 
 
-NO_COUNTS = [-1, 10**5000, -(10**5000), 1.0, True, "1", Index(lambda: None), Loud(-1)]
+NO_COUNTS = [-1, 10**5000, -(10**5000), 1.0, True, "1", Index(lambda: None), Index(lambda: 1 // 0), Loud(-1), Mute()]
 
 
 @pytest.mark.parametrize("which", range(len(NO_COUNTS)))
@@ -224,6 +229,7 @@ def test_arrays_that_another_thread_resizes_and_overwrites() -> None:
     answered = refused = 0
     try:
         while time.monotonic() < end or not (answered and refused):
+            assert thread.is_alive()
             try:
                 pairing = PLAN.pair([ids], [list(range(90))])
             except NixlFastError:

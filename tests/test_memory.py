@@ -61,10 +61,7 @@ def test_memory_is_used_again_and_does_not_grow() -> None:
     for _ in range(50):
         pairing, blocks = ask(pick)
         if len(blocks) > 1_000:
-            base = pairing.local_desc_ids.base
-            assert isinstance(base, np.ndarray)
-            bases.add(base.ctypes.data)
-            del base
+            bases.add(pairing.local_desc_ids.ctypes.data)
         del pairing
         gc.collect()
     assert len(bases) < 10
@@ -79,7 +76,7 @@ def test_memory_is_used_again_and_does_not_grow() -> None:
     ],
 )
 def test_too_little_memory_is_an_ordinary_error(asked: str) -> None:
-    """The answer would take gigabytes and the process has one: no panic, no abort, and the next call works."""
+    """The answer would take gigabytes and the process may have half of one more: no panic, no abort, and the next call works."""
     program = f"""
 import resource
 import nixl_fast
@@ -89,7 +86,9 @@ region = Region(0, 4096, 2**29, block_stride=4160)
 layout = EngineLayout("e", (Group(GroupKind.FULL_ATTENTION, 16 * 512, 512),), (region,))
 plan = TransferPlan(layout, layout)
 ids = list(range(2**20))
-resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+with open("/proc/self/statm") as statm:
+    limit = int(statm.read().split()[0]) * resource.getpagesize() + 2**29
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     {asked}
 except MemoryError as error:

@@ -217,7 +217,8 @@ def fill_fresh(count: int) -> None:
     for _ in range(2):
         with mmap.mmap(-1, max(4 * count, 1)) as memory:
             if 4 * count >= _HUGE:
-                memory.madvise(mmap.MADV_HUGEPAGE)
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    memory.madvise(mmap.MADV_HUGEPAGE)
             np.frombuffer(memory, np.int32, count).fill(1)
 
 

@@ -45,7 +45,7 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         value = getattr(self, field)
         number = as_index(value)
         if number is None or isinstance(value, bool):
-            raise GeometryError(f"{type(self).__name__}.{field} must be an integer, got {value!r}")
+            raise GeometryError(f"{type(self).__name__}.{field} must be an integer, got {describe(value)}")
         if not low <= number <= high:
             raise GeometryError(f"{type(self).__name__}.{field} is {describe(number)}, it must be in {low} .. {high}")
         self._set(field, number)
@@ -57,16 +57,20 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _bool(self, field: str) -> None:
         if not isinstance(value := getattr(self, field), bool):
-            raise GeometryError(f"{type(self).__name__}.{field} must be a bool, got {value!r}")
+            raise GeometryError(f"{type(self).__name__}.{field} must be a bool, got {describe(value)}")
 
     def _tuple(self, field: str, kind: type) -> None:
         value = getattr(self, field)
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-            raise GeometryError(f"{type(self).__name__}.{field} must be a sequence of {kind.__name__}, got {value!r}")
+            raise GeometryError(
+                f"{type(self).__name__}.{field} must be a sequence of {kind.__name__}, got {describe(value)}"
+            )
         items = tuple(value)
         for index, item in enumerate(items):
             if not isinstance(item, kind):
-                raise GeometryError(f"{type(self).__name__}.{field}[{index}] must be a {kind.__name__}, got {item!r}")
+                raise GeometryError(
+                    f"{type(self).__name__}.{field}[{index}] must be a {kind.__name__}, got {describe(item)}"
+                )
         self._set(field, items)
 
     def _enum(self, field: str, kind: type[StrEnum]) -> None:
@@ -459,7 +463,7 @@ def as_index(value: Any) -> int | None:
     """An integer of any type as an int, of no subclass; None if it is none."""
     try:
         return int.__index__(operator.index(value))
-    except TypeError:
+    except Exception:  # of a class that says it is an integer and is none
         return None
 
 

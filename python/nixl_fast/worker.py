@@ -151,6 +151,7 @@ class Timings(msgspec.Struct, frozen=True):
     queued: float = 0.0
     """From the call to the start of planning: waiting for the handshake or for other requests."""
     plan: float = 0.0
+    """Making plans with a new peer, announcing the request to it, and pairing."""
     make: float = 0.0
     post: float = 0.0
     transfer: float = 0.0
@@ -431,8 +432,8 @@ class TransferWorker:
             raise TransferError("the worker has been started before")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="nixl-fast-worker", daemon=True)
-        _running.add(self)
         self._thread.start()
+        _running.add(self)
         self._ready.wait()
         if self._dead is not None:
             self.close()
@@ -537,18 +538,23 @@ class TransferWorker:
         return copied
 
     def close(self) -> None:
-        """Ends every request, waits for what NIXL cannot stop, and releases everything; a second call does nothing.
+        """Ends every request, waits for what NIXL cannot stop, and releases everything.
+
+        A second call waits for the first, or goes on where an interrupt has ended it.
 
         Peers that are using held blocks are told that these are gone, so that they report no success with them.
 
         Requests that had no result fail with `TransferError`; `poll` still returns them.
         """
-        if self._thread is None or self._closing:
+        if self._thread is None:
             return
-        self._closing = True
-        self._wake_up()
+        if not self._closing:
+            self._closing = True
+            self._wake_up()
         self._thread.join()
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
 
     def _begin(self, request_id: str, kind: Kind, command: Callable[..., None], *args: Any) -> None:
         names = (args[0].peer, args[0].remote_request_id) if isinstance(args[0], Request) else ()
@@ -1150,9 +1156,9 @@ class TransferWorker:
             if links is None:
                 return
             started = time.perf_counter()
-            job.plans = self._plans_with(job.request.peer, job.direction, links)
+            plans = job.plans = self._plans_with(job.request.peer, job.direction, links)
             self._announce(job, time.monotonic())  # the answer is on its way while the request is paired
-            self._pair(job)
+            self._pair(job, plans)
             job.spend(queued=started - job.submitted, plan=time.perf_counter() - started)
             if not job.todo:
                 self._finish(job, Status.DONE)
@@ -1171,10 +1177,8 @@ class TransferWorker:
             return
         self._finish(job, Status.DONE)
 
-    def _pair(self, job: _Job) -> None:
+    def _pair(self, job: _Job, plans: _Plans) -> None:
         """Pairs a job with every rank of its peer before anything is posted."""
-        if job.plans is None:
-            return
         request = job.request
         job.pairings = [
             prepared.plan.pair(
@@ -1183,9 +1187,9 @@ class TransferWorker:
                 num_tokens=request.num_tokens,
                 num_computed_blocks=request.num_computed_blocks,
             )
-            for prepared, _ in job.plans.prepared
+            for prepared, _ in plans.prepared
         ]
-        for (prepared, link), pairing in zip(job.plans.prepared, job.pairings, strict=True):
+        for (prepared, link), pairing in zip(plans.prepared, job.pairings, strict=True):
             cut = pieces(prepared.plan, pairing, PIECE)
             attach = len(cut) == 1 and len(prepared.lanes) == 1
             job.todo.extend(_Piece(prepared, link, ids, attach) for ids in cut if not pairing.notify_only)
@@ -1398,14 +1402,17 @@ class TransferWorker:
         return [self._link(address) for address in job.request.addresses]
 
     def _part(self, job: _Job, link: _Link, *, ok: bool) -> None:
-        """Tells a rank that a job is over; one that has promised nothing yet is asked for the nonce first."""
+        """Tells a rank that a job is over; of one that has promised nothing yet, the nonce is awaited first."""
         name = job.request.remote_request_id
         if link in job.nonces:
             self._tell(link, name, job.nonces[link], ok=ok)
         elif not link.error:
             now = time.monotonic()
-            self._partings[link, name] = _Parting(now, ok, now + 2 * self._peer_timeout)
-            self._send(link, wire.Begin(now, job.direction, [name]))
+            announced = job.begun > -math.inf
+            sent = job.begun if announced else now
+            self._partings[link, name] = _Parting(sent, ok, now + 2 * self._peer_timeout)
+            if not announced:
+                self._send(link, wire.Begin(now, job.direction, [name]))
 
     def _tell(self, link: _Link, request_id: str, nonce: int, *, ok: bool) -> None:
         self._spend(nonce)
@@ -1526,7 +1533,10 @@ _running: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
 def _close_all() -> None:
     """Closes what the engine has not: a thread that the interpreter ends inside NIXL takes the process down with it."""
     for worker in list(_running):
-        worker.close()
+        try:
+            worker.close()
+        except Exception:  # the others still have to be closed
+            log.exception("a worker could not be closed at exit")
 
 
 class _PeerRefusedError(NixlFastError):

@@ -33,7 +33,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nixl-f
 def unpacked(release: str) -> Path:
     """The folder with a vLLM release's wheel, unpacked without what it depends on; fetched once per machine."""
     target = CACHE / f"vllm-{release}"
-    if target.exists():
+    if Path(target, "vllm", "__init__.py").exists():
         return target
     uv = shutil.which("uv") or pytest.fail("uv is needed to fetch a second vLLM release")
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -43,8 +43,9 @@ def unpacked(release: str) -> Path:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
         if done.returncode != 0 or not Path(part, "vllm", "__init__.py").exists():
             pytest.fail(f"vllm {release} could not be fetched from the package index:\n{done.stderr[-3000:]}")
-        Path(part).rename(target)
-        Path(part).mkdir()
+        with contextlib.suppress(OSError):  # another run was first
+            Path(part).rename(target)
+            Path(part).mkdir()
     return target
 
 

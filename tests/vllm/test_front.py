@@ -198,14 +198,12 @@ def started(front: AgentFront, number: int) -> Any:
 def test_the_caller_never_waits_for_a_post() -> None:
     agent = Slow()
     front = AgentFront(agent)
-    begin = time.perf_counter()
     handles = [started(front, number) for number in range(3)]
     until(lambda: "transfer 0" in agent.calls)
     time.sleep(0.05)
     assert [front.check_xfer_state(handle) for handle in handles] == ["PROC"] * 3
     assert front.get_new_notifs() == {}
     front.send_notif("peer", b"after")
-    assert time.perf_counter() - begin < 5
     assert agent.calls[-1] == "transfer 0"
     agent.gate.set()
     front.drain()

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.002
 """Seconds between two looks at transfers that are on their way; doubled from one look to the next."""
 
-_SETTLE_SECONDS = 10.0
+SETTLE_SECONDS = 10.0
 """How long memory that is to be deregistered is kept for transfers that are on their way."""
 
 
@@ -377,7 +377,7 @@ class AgentFront:
 
     def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
         """As the agent's, once nothing moves any more; what still does after some seconds is left to NIXL."""
-        if not self.settle(_SETTLE_SECONDS):
+        if not self.settle(SETTLE_SECONDS):
             _log.warning("memory is deregistered while transfers are on their way")
         return self._exclusively(lambda: self._agent.deregister_memory(*args, **kwargs))
 

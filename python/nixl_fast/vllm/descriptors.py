@@ -72,6 +72,10 @@ class IndexSpace:
 
 def _checked(group: int, block_ids: Ids, limit: int) -> NDArray[np.integer]:
     ids = np.asarray(block_ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise BlockIdError(
+            f"kernel block ids of group {group} must be a flat list of integers, got {ids.dtype} of shape {ids.shape}"
+        )
     if ids.min() < 0 or ids.max() >= limit:
         at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
         raise BlockIdError(f"kernel block id {ids[at]} at position {at} of group {group} is not in 0 .. {limit - 1}")

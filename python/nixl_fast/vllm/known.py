@@ -38,7 +38,14 @@ PULL_WORKER = (
     _EXPANSION,
     Feature(
         "polling",
-        ("get_transfer_results", "_pop_done_transfers"),
+        (
+            "get_transfer_results",
+            "_pop_done_transfers",
+            "_get_new_notifs",
+            "_cleanup_remote_engines",
+            "_reap_expired_send_leases",
+            "start_load_kv",
+        ),
         "Every step goes through the books of all transfers.",
     ),
 )
@@ -75,7 +82,16 @@ KNOWN: dict[str, dict[str, str]] = {
         "2580174c8ce83718": "0.32, 0.33",
     },
     "NixlBaseConnectorWorker._pop_done_transfers": {"09d368659d61a5e8": "0.30, 0.31, 0.32, 0.33"},
+    "NixlBaseConnectorWorker._get_new_notifs": {"1d98e780702f3aeb": "0.30, 0.31, 0.32, 0.33"},
+    "NixlBaseConnectorWorker._cleanup_remote_engines": {"": "0.30, 0.31", "2590ddda918b0ce9": "0.32, 0.33"},
+    "NixlBaseConnectorWorker._reap_expired_send_leases": {"": "0.30", "0154e510918bb557": "0.31, 0.32, 0.33"},
     "NixlBaseConnectorWorker.shutdown": {"d38e2570551dfc84": "0.30, 0.31, 0.32, 0.33"},
+    "NixlPullConnectorWorker._get_new_notifs": {"000c29c66a9c569b": "0.30, 0.31", "fa77533d9f0a7960": "0.32, 0.33"},
+    "NixlPullConnectorWorker.start_load_kv": {
+        "a2b78668e00009c2": "0.30",
+        "359e0966ef44e86a": "0.31",
+        "e5a206c2183a5a0f": "0.32, 0.33",
+    },
     "NixlPullConnectorWorker._read_blocks_for_req": {
         "99d9d5d912fe203d": "0.30",
         "9644ba885bc333b1": "0.31",
@@ -108,4 +124,5 @@ KNOWN: dict[str, dict[str, str]] = {
     "NixlPushConnectorScheduler.request_finished": {"de61a74c9ad43172": "0.30, 0.31, 0.32, 0.33"},
     "NixlPushConnectorScheduler.build_connector_meta": {"39ee00b7046a65eb": "0.30, 0.31, 0.32, 0.33"},
 }
-"""``Class.method``: fingerprint and the releases that have this body; every definition in the line of classes."""
+"""``Class.method``: fingerprint and the releases that have this body, "" where there is no such method; every definition in
+the line of classes."""

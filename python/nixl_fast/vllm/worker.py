@@ -27,7 +27,7 @@ from nixl_fast.errors import NixlFastError, PairingError
 from nixl_fast.layout import GroupKind
 from nixl_fast.plan import Direction, expand_block_ids
 from nixl_fast.vllm import shadow
-from nixl_fast.vllm.agent import AgentFront
+from nixl_fast.vllm.agent import SETTLE_SECONDS, AgentFront
 from nixl_fast.vllm.descriptors import Ids, IndexSpace, LazyIds, Part
 from nixl_fast.vllm.pairing import GroupPairs, GroupPlan, GroupRule, SideRule
 from nixl_fast.vllm.switches import Switches, read_switches
@@ -55,9 +55,6 @@ BlockIds = Sequence[Sequence[int]]
 
 _MOST_SKIPPED = 15
 """Polls in a row that may be answered without a look at the books."""
-
-_SHUTDOWN_SECONDS = 10.0
-"""How long a shutdown waits for transfers that are on their way."""
 
 
 class Note(NamedTuple):
@@ -676,7 +673,7 @@ class Polling:
     _nixl_fast_skipped = 0
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """As stock's."""
+        """As stock's; "nothing new" without a look at the books while that is known, at most `_MOST_SKIPPED` times in a row."""
         worker: Any = self
         front = worker.nixl_wrapper
         if (
@@ -710,8 +707,8 @@ class Agent:
     def shutdown(self) -> None:
         """As stock's; nothing moves any more when it lets go of handles and memory, if the peers let it come to an end."""
         front = getattr(self, "nixl_wrapper", None)
-        if isinstance(front, AgentFront):
-            front.settle(_SHUTDOWN_SECONDS)
+        if isinstance(front, AgentFront) and not front.settle(SETTLE_SECONDS):
+            _log.warning("shut down while transfers are on their way")
         super().shutdown()  # type: ignore[misc]
         if isinstance(front, AgentFront):
             front.close()

@@ -156,7 +156,7 @@ fn outside(value: String, ids: Ids, position: usize, limit: u64) -> Error {
 }
 
 /// `item` as a Python int, if it is one of the integer types; a bool is none.
-fn integer<'py>(item: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+pub fn integer<'py>(item: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
     if item.is_instance_of::<PyBool>() {
         return None;
     }
@@ -196,7 +196,8 @@ fn kind(value: &Bound<'_, PyAny>) -> String {
     value.get_type().name().map_or_else(|_| "an object".to_owned(), |name| name.to_string())
 }
 
-fn shown(value: &Bound<'_, PyAny>) -> String {
+/// A value as error messages show it.
+pub fn shown(value: &Bound<'_, PyAny>) -> String {
     let text = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
     format!("{} ({})", text.chars().take(60).collect::<String>(), kind(value))
 }

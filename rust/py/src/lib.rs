@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use nixl_fast_core as core;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 
 use errors::to_py;
@@ -214,7 +215,7 @@ impl Pairing {
     ///
     /// A unit is `unit_tokens` tokens of one kernel block (the kernel block itself where both sides have the same), or a
     /// state slot of a Mamba group. Raises `IndexError` for a group that the plan does not have.
-    fn kernel_pairs<'py>(&self, py: Python<'py>, group: i64) -> PyResult<(Ids<'py>, Ids<'py>)> {
+    fn kernel_pairs<'py>(&self, py: Python<'py>, group: &Bound<'py, PyAny>) -> PyResult<(Ids<'py>, Ids<'py>)> {
         let pairs = self.group(group)?;
         let units = |first: fn(&core::Run) -> u32| -> Vec<i32> {
             pairs.all().flat_map(|run| (first(run)..first(run) + run.len).map(|unit| unit as i32)).collect()
@@ -224,7 +225,7 @@ impl Pairing {
 
     /// Consumer units of one group that are listed but get no data, `int32`: the tail past the data, blocks before the
     /// window, a recomputed state slot. Raises `IndexError` for a group that the plan does not have.
-    fn untransferred<'py>(&self, py: Python<'py>, group: i64) -> PyResult<Ids<'py>> {
+    fn untransferred<'py>(&self, py: Python<'py>, group: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
         let ranges = &self.group(group)?.unmoved;
         let units: Vec<i32> =
             ranges.iter().flat_map(|range| (range.first..range.first + range.len).map(|unit| unit as i32)).collect();
@@ -262,10 +263,12 @@ impl Pairing {
 }
 
 impl Pairing {
-    fn group(&self, group: i64) -> PyResult<&core::GroupPairs> {
-        let count = self.pairs.groups.len();
-        let missing = || pyo3::exceptions::PyIndexError::new_err(format!("group {group} of a plan that has {count}"));
-        usize::try_from(group).ok().and_then(|group| self.pairs.groups.get(group)).ok_or_else(missing)
+    fn group(&self, group: &Bound<'_, PyAny>) -> PyResult<&core::GroupPairs> {
+        let number = ids::integer(group).and_then(|number| number.extract::<usize>().ok());
+        number.and_then(|number| self.pairs.groups.get(number)).ok_or_else(|| {
+            let (shown, count) = (ids::shown(group), self.pairs.groups.len());
+            PyIndexError::new_err(format!("group {shown} of a plan that has {count}"))
+        })
     }
 }
 
@@ -279,7 +282,7 @@ fn into_matrix<const N: usize>(py: Python<'_>, rows: Vec<[u64; N]>) -> PyResult<
 }
 
 /// Native half of `nixl_fast`.
-#[pymodule]
+#[pymodule(gil_used = true)]
 mod _native {
     #[pymodule_export]
     use super::{NativePlan, Pairing, expand};

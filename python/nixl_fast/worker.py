@@ -1402,17 +1402,14 @@ class TransferWorker:
         return [self._link(address) for address in job.request.addresses]
 
     def _part(self, job: _Job, link: _Link, *, ok: bool) -> None:
-        """Tells a rank that a job is over; of one that has promised nothing yet, the nonce is awaited first."""
+        """Tells a rank that a job is over; one that has promised nothing yet is asked for the nonce first."""
         name = job.request.remote_request_id
         if link in job.nonces:
             self._tell(link, name, job.nonces[link], ok=ok)
         elif not link.error:
             now = time.monotonic()
-            announced = job.begun > -math.inf
-            sent = job.begun if announced else now
-            self._partings[link, name] = _Parting(sent, ok, now + 2 * self._peer_timeout)
-            if not announced:
-                self._send(link, wire.Begin(now, job.direction, [name]))
+            self._partings[link, name] = _Parting(now, ok, now + 2 * self._peer_timeout)
+            self._send(link, wire.Begin(now, job.direction, [name]))
 
     def _tell(self, link: _Link, request_id: str, nonce: int, *, ok: bool) -> None:
         self._spend(nonce)

@@ -8,7 +8,6 @@ the scheduler's block ids are made up. What must arrive is worked out token by t
 from __future__ import annotations
 
 import importlib
-import os
 import random
 import threading
 import time
@@ -34,13 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _distributed() -> Iterator[None]:
-    from vllm import platforms
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
-    from vllm.platforms.cpu import CpuPlatform
 
-    if "NIXL_FAST_PARITY_RELEASE" in os.environ:  # that wheel is not one for CPU
-        platforms._current_platform = CpuPlatform()
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
         parallel_state.initialize_model_parallel(1)

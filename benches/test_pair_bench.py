@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_fast.bench import NumpyPath, Shape, fill_fresh, shapes
+from nixl_fast import expand_block_ids
+from nixl_fast.bench import BlockPool, NumpyPath, Shape, fill_fresh, shapes
 
 CASES = [
     pytest.param(shape, id=f"{shape.name}, {'fragmented' if fragmented else 'contiguous'}")
@@ -65,3 +66,18 @@ def test_the_contestants_do_the_same_work(shape: Shape) -> None:
         if len(plan.local.groups) == 1 and all(segment.whole == 1 for segment in plan.segments):
             assert np.array_equal(local, pairing.local_desc_ids)
             assert np.array_equal(remote, pairing.remote_desc_ids)
+
+
+READERS: dict[str, Callable[[list[int]], Any]] = {
+    "ours, checked": lambda ids: expand_block_ids(ids, 1),
+    "numpy.asarray": lambda ids: np.asarray(ids, np.int32),
+    "numpy.asarray and a range check": lambda ids: (array := np.asarray(ids)).min() >= 0 and array.max() < 2**31,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("count", [1_024, 8_192, 65_536])
+def test_reading_a_list(benchmark: Any, count: int, reader: str) -> None:
+    ids = BlockPool(2 * count, 1).serve(500).take(count)
+    benchmark.group = f"a list of {count} ids"
+    benchmark(READERS[reader], ids)

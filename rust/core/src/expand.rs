@@ -23,6 +23,11 @@ pub fn expand(block_ids: &[u32], ratio: u32, width: u32, ids: Ids) -> Result<Vec
     let total = block_ids.len() as u64 * u64::from(width);
     ensure(total <= MAX_DESCRIPTORS, || "number of expanded ids".to_owned(), total, || "at most 2^31".to_owned())?;
     let mut out = reserve("the expanded list", total)?;
+    if width == 1 {
+        // No product is past the limit just checked.
+        out.extend(block_ids.iter().map(|&block| block.wrapping_mul(ratio) as i32));
+        return Ok(out);
+    }
     for &block in block_ids {
         let first = block * ratio;
         out.extend((first..first + width).map(|id| id as i32));

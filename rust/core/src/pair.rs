@@ -378,14 +378,8 @@ impl Plan {
             let mut seen = vec![0_u64; bits.div_ceil(64) as usize];
             for (group, (positions, list)) in members() {
                 for (position, &value) in list.iter().enumerate().filter(|(_, id)| positions.null != Some(**id)) {
-                    for page in pages(positions, value) {
-                        let (Some(word), bit) = (seen.get_mut((page / 64) as usize), 1 << (page % 64)) else {
-                            continue;
-                        };
-                        if *word & bit != 0 {
-                            return Err(twice(side, (group, position, value), members(), page));
-                        }
-                        *word |= bit;
+                    if let Some(page) = claim(&mut seen, pages(positions, value)) {
+                        return Err(twice(side, (group, position, value), members(), page));
                     }
                 }
             }
@@ -461,6 +455,22 @@ fn check_group(index: usize, groups: &[Group], segments: &[Segment]) -> Result<(
 fn pages(positions: &Positions, id: u32) -> Range<u64> {
     let (first, count) = (u64::from(id) * u64::from(positions.pages), u64::from(positions.pages));
     first..first + count
+}
+
+/// Marks pages in a bit map, a word at a time; the first of them that was marked before, if there is one.
+fn claim(seen: &mut [u64], pages: Range<u64>) -> Option<u64> {
+    let mut page = pages.start;
+    while page < pages.end {
+        let (bit, word) = (page % 64, seen.get_mut((page / 64) as usize)?);
+        let count = min(64 - bit, pages.end - page);
+        let mask = (u64::MAX >> (64 - count)) << bit;
+        if *word & mask != 0 {
+            return Some(page - bit + u64::from((*word & mask).trailing_zeros()));
+        }
+        *word |= mask;
+        page += count;
+    }
+    None
 }
 
 /// The refusal of a page's second writer; only now, on the way out, is it worth finding the first.
@@ -977,4 +987,30 @@ impl Request<'_> {
 fn clamp(range: &Range<u64>, start: u64, end: u64) -> Range<u64> {
     let first = range.start.clamp(start, end);
     first..range.end.clamp(first, end)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::claim;
+
+    proptest! {
+        #[test]
+        fn pages_are_claimed_once(ranges in prop::collection::vec((0..400_u64, 0..200_u64), 0..8)) {
+            let (mut seen, mut known) = (vec![0_u64; 10], BTreeSet::new());
+            for (start, count) in ranges {
+                let taken = (start..start + count).find(|page| known.contains(page));
+                prop_assert_eq!(claim(&mut seen, start..start + count), taken);
+                if taken.is_some() {
+                    break; // the request is refused
+                }
+                known.extend(start..start + count);
+            }
+            let marked = |page: u64| seen.get((page / 64) as usize).is_some_and(|word| word >> (page % 64) & 1 == 1);
+            prop_assert!(known.iter().all(|page| marked(*page)));
+        }
+    }
 }

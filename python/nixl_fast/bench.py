@@ -24,6 +24,7 @@ from nixl_fast.layout import ConvProjection, EngineLayout, Group, GroupKind, Mam
 from nixl_fast.plan import TransferPlan, plan_peer
 
 _FULL, _WINDOW, _MLA, _MAMBA = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.MLA, GroupKind.MAMBA
+_TURNS = 10
 _HUGE = 4 << 20  # bytes from which on numpy asks for huge pages
 _POOL = 20_000  # logical blocks of an engine
 
@@ -224,28 +225,43 @@ def fill_fresh(count: int) -> None:
 
 def time_us(function: Callable[[], object], seconds: float) -> float:
     """The median time of a call over about ``seconds``, in microseconds."""
+    return 1e6 * statistics.median(_times(function, seconds))
+
+
+def _times(function: Callable[[], object], seconds: float) -> list[float]:
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
         started = time.perf_counter()
         function()
         times.append(time.perf_counter() - started)
-    return 1e6 * statistics.median(times)
+    return times
 
 
 def measure(shape: Shape, *, fragmented: bool, seconds: float) -> Row:
-    """One row; every contestant gets ``seconds``."""
+    """One row; every contestant gets ``seconds``, in turns, so that a busy machine is busy for all of them."""
     replaced = [NumpyPath(plan, shape) for plan in shape.plans]
     count = sum(len(path()[0]) for path in replaced)
     warm = np.empty((2, count), np.int32)
+    contestants: list[Callable[[], object]] = [
+        shape.pair,
+        lambda: [path() for path in replaced],
+        lambda: fill_fresh(count),
+        lambda: warm.fill(1),
+    ]
+    times: list[list[float]] = [[] for _ in contestants]
+    for _ in range(_TURNS):
+        for contestant, taken in zip(contestants, times, strict=True):
+            taken.extend(_times(contestant, seconds / _TURNS))
+    ours, numpy, fresh, filled = (1e6 * statistics.median(taken) for taken in times)
     return Row(
         name=shape.name,
         fragmented=fragmented,
         ids_per_side=count,
-        ours_us=time_us(shape.pair, seconds),
-        numpy_us=time_us(lambda: [path() for path in replaced], seconds),
-        fresh_fill_us=time_us(lambda: fill_fresh(count), seconds),
-        warm_fill_us=time_us(lambda: warm.fill(1), seconds),
+        ours_us=ours,
+        numpy_us=numpy,
+        fresh_fill_us=fresh,
+        warm_fill_us=filled,
     )
 
 

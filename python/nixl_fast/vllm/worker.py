@@ -431,6 +431,18 @@ class Pairing:
         )
         return Request(plans, direction, meta.local_block_ids, meta.remote.block_ids, tokens or None, note, lazy)
 
+    def _nixl_fast_count_refusal(self, req_id: str, error: NixlFastError, **context: Any) -> None:
+        """Logs and counts a request that was refused, as vLLM does a failed transfer."""
+        worker: Any = self
+        worker._log_failure(
+            failure_type="blocks_not_paired",
+            req_id=req_id,
+            msg="nixl-fast refused the request before anything was posted",
+            error=error,
+            **context,
+        )
+        worker.xfer_stats.record_failed_transfer()
+
     def _nixl_fast_plans(self, engine: str, info: Any, direction: Direction) -> tuple[GroupPlan, ...] | None:
         """One plan per group, made when a peer is first met and again when it has shaken hands anew."""
         worker: Any = self
@@ -526,14 +538,7 @@ class PullPairing(Pairing):
     def _nixl_fast_refuse(self, req_id: str, meta: Any, error: NixlFastError) -> None:
         """Fails a request as vLLM does: its blocks are invalid once nothing writes to them any more."""
         worker: Any = self
-        worker._log_failure(
-            failure_type="blocks_not_paired",
-            req_id=req_id,
-            msg="nixl-fast refused the request before anything was posted",
-            error=error,
-            meta=meta,
-        )
-        worker.xfer_stats.record_failed_transfer()
+        self._nixl_fast_count_refusal(req_id, error, meta=meta)
         worker._recv_failures.add(req_id)
 
     def _nixl_fast_settle(self, request: Request, meta: Any) -> None:
@@ -613,14 +618,7 @@ class PushPairing(Pairing):
     def _nixl_fast_refuse(self, req_id: str, registration: dict[str, Any], error: NixlFastError) -> None:
         """Fails a push: stock's own accounting here, and word to a consumer that understands it."""
         worker: Any = self
-        worker._log_failure(
-            failure_type="blocks_not_paired",
-            req_id=req_id,
-            msg="nixl-fast refused the request before anything was posted",
-            error=error,
-            dst_engine_id=registration.get("decode_engine_id"),
-        )
-        worker.xfer_stats.record_failed_transfer()
+        self._nixl_fast_count_refusal(req_id, error, dst_engine_id=registration.get("decode_engine_id"))
         if not registration.get("nixl_fast"):
             return
         with worker._handshake_lock:

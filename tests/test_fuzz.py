@@ -29,6 +29,7 @@ from nixl_fast import (
     Region,
     TransferPlan,
     expand_block_ids,
+    expand_groups,
     wire,
 )
 from nixl_fast.plan import Direction
@@ -164,6 +165,22 @@ def test_the_refusal_of_a_huge_id_says_how_huge() -> None:
 @pytest.mark.parametrize("ids", [[Lying(5)], Long([5]), [Index(lambda: 5)], (np.uint8(5),)])
 def test_an_id_is_what_the_object_holds(ids: Any) -> None:
     assert PLAN.pair([ids], [[5]]).local_desc_ids.tolist() == [5]
+
+
+def test_what_cannot_be_shown_is_refused_in_our_words() -> None:
+    mute: Any = Mute()
+    for call in (
+        lambda: expand_groups(mute, [GroupKind.MLA], 1),
+        lambda: expand_groups([[1]], [mute], 1),
+        lambda: PLAN.expanded(mute),
+        lambda: TransferPlan(mute, LAYOUT),
+        lambda: TransferPlan(LAYOUT, LAYOUT, direction=mute),
+        lambda: EngineLayout(mute, (), ()),
+        lambda: Group(mute, 16),
+        lambda: PLAN.pair(mute, mute),
+    ):
+        with pytest.raises(NixlFastError):
+            call()
 
 
 NO_COUNTS = [-1, 10**5000, -(10**5000), 1.0, True, "1", Index(lambda: None), Index(lambda: 1 // 0), Loud(-1), Mute()]

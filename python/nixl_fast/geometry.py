@@ -138,7 +138,7 @@ def compare(local: EngineLayout, remote: EngineLayout) -> None:
     """
     for side, layout in (("local", local), ("remote", remote)):
         if not isinstance(layout, EngineLayout):
-            raise GeometryError(f"{side} must be an EngineLayout, got {layout!r}")
+            raise GeometryError(f"{side} must be an EngineLayout, got {describe(layout)}")
     _same("number of groups", len(local.groups), len(remote.groups))
     for index, (ours, theirs) in enumerate(pairs_of(local, remote)):
         _same(f"groups[{index}].kind", ours.kind, theirs.kind)

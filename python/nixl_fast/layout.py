@@ -77,9 +77,11 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         value = getattr(self, field)
         try:
             self._set(field, kind(value))
-        except ValueError:
+        except Exception:  # Enum shows the value in its own error, and a class writes what it likes
             known = ", ".join(kind)
-            raise GeometryError(f"{type(self).__name__}.{field} is {value!r}, it must be one of {known}") from None
+            raise GeometryError(
+                f"{type(self).__name__}.{field} is {describe(value)}, it must be one of {known}"
+            ) from None
 
     def _set(self, field: str, value: object) -> None:
         msgspec.structs.force_setattr(self, field, value)
@@ -164,14 +166,14 @@ class Region(_Checked, frozen=True):
         if self.stride < length:
             raise GeometryError(f"Region.block_stride {self.stride} is smaller than block_len {length}")
         if self.mem_type not in ("DRAM", "VRAM"):
-            raise GeometryError(f"Region.mem_type is {self.mem_type!r}, it must be 'DRAM' or 'VRAM'")
+            raise GeometryError(f"Region.mem_type is {describe(self.mem_type)}, it must be 'DRAM' or 'VRAM'")
         if self.end_addr > _ADDRESS_SPACE:
             raise GeometryError(
                 f"Region last byte lies past 2^64: base_addr {base}, {count} blocks of {length} bytes, "
                 f"{self.stride} bytes apart"
             )
         if self.layer is not None and (not isinstance(self.layer, str) or not _is_text(self.layer)):
-            raise GeometryError(f"Region.layer must be a non-empty string or None, got {self.layer!r}")
+            raise GeometryError(f"Region.layer must be a non-empty string or None, got {describe(self.layer)}")
         if self.order is not None:
             self._enum("order", BlockOrder)
         if self.groups is not None:
@@ -300,7 +302,7 @@ class EngineLayout(_Checked, frozen=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine_id, str) or not _is_text(self.engine_id):
-            raise GeometryError(f"EngineLayout.engine_id must be a non-empty string, got {self.engine_id!r}")
+            raise GeometryError(f"EngineLayout.engine_id must be a non-empty string, got {describe(self.engine_id)}")
         self._tuple("groups", Group)
         self._tuple("regions", Region)
         size = self._int("tp_size", 1, _MAX_COUNT)
@@ -314,7 +316,7 @@ class EngineLayout(_Checked, frozen=True):
         if not self.groups:
             raise GeometryError("EngineLayout.groups is empty")
         if self.mamba is not None and not isinstance(self.mamba, MambaState):
-            raise GeometryError(f"EngineLayout.mamba must be a MambaState or None, got {self.mamba!r}")
+            raise GeometryError(f"EngineLayout.mamba must be a MambaState or None, got {describe(self.mamba)}")
         self._check_residence()
         self._check_slots()
         self._check_overlap()

@@ -95,7 +95,9 @@ def expand_groups(
         GeometryError: A ratio or width out of range, or a kind that is unknown.
     """
     if not isinstance(block_ids, list | tuple):
-        raise BlockIdError(f"block_ids must be a list or tuple with one list of ids per group, got {block_ids!r}")
+        raise BlockIdError(
+            f"block_ids must be a list or tuple with one list of ids per group, got {describe(block_ids)}"
+        )
     if len(block_ids) != len(kinds):
         raise BlockIdError(f"block_ids has {len(block_ids)} groups, kinds has {len(kinds)}")
     ratios = list(ratio) if isinstance(ratio, Sequence) else [ratio] * len(kinds)
@@ -104,7 +106,7 @@ def expand_groups(
     out = []
     for index, (ids, kind, each) in enumerate(zip(block_ids, kinds, ratios, strict=True)):
         if kind not in list(GroupKind):
-            raise GeometryError(f"kinds[{index}] is {kind!r}, it must be one of {', '.join(GroupKind)}")
+            raise GeometryError(f"kinds[{index}] is {describe(kind)}, it must be one of {', '.join(GroupKind)}")
         count = _count("ratio", each)
         if ROUTES[GroupKind(kind)] is Route.SLOTS:
             out.append(_native.expand(ids, 1, 1, index))
@@ -253,7 +255,7 @@ class TransferPlan:
             MemoryError: There is no room for 24 bytes per descriptor.
         """
         if side not in list(Side):
-            raise GeometryError(f"side is {side!r}, it must be one of {', '.join(Side)}")
+            raise GeometryError(f"side is {describe(side)}, it must be one of {', '.join(Side)}")
         return self._native.expanded(side == Side.LOCAL)
 
     def pair(
@@ -513,8 +515,8 @@ def _check_coverage(local: EngineLayout, plans: Sequence[TransferPlan], ranks: S
 def _direction(value: Direction) -> Direction:
     try:
         return Direction(value)
-    except ValueError:
-        raise GeometryError(f"direction is {value!r}, it must be one of {', '.join(Direction)}") from None
+    except Exception:  # Enum shows the value in its own error, and a class writes what it likes
+        raise GeometryError(f"direction is {describe(value)}, it must be one of {', '.join(Direction)}") from None
 
 
 def _count(name: str, value: int) -> int:

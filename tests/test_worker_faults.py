@@ -1092,6 +1092,18 @@ def test_nixl_disconnects_before_a_request_that_cannot_end_gets_its_result(
     fabric.assert_clean(leaked=refuses == "release_xfer_handle")
 
 
+def test_what_producers_cover_is_worked_out_anew_for_a_new_registration() -> None:
+    fabric = Fabric()
+    with Engine(P, fabric) as producer, Engine(D, fabric) as consumer:
+        consumer.worker.expect("a@d", [[5]])
+        producer.worker.write(request("a", "d", [[4]], [[5]], [consumer.address], tokens=16))
+        assert consumer.inbox.wait("a@d")[0].ok
+        assert consumer.worker._covered
+        consumer.register_anew(9)
+        until(lambda: consumer.inbox.stats().generation == 1)
+        assert consumer.worker._covered == {}
+
+
 def test_an_expectation_that_was_begun_waits_half_a_lease_more() -> None:
     fabric = Fabric(manual=True)
     with Engine(D, fabric, lease=0.8) as consumer, Stranger(consumer.address) as stranger:

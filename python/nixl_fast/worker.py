@@ -1466,6 +1466,7 @@ class TransferWorker:
         generation = max(layout.generation, self._the_layout.generation + 1)
         self._layout = msgspec.structs.replace(layout, generation=generation)
         self._counts.clear()
+        self._covered.clear()  # what peers cover is covered of this rank's layout
         self._nixl.register(self._layout, memory)
         self._metadata = self._nixl.metadata()
         self._memory, self._keep, self._registering = memory, keep, None

@@ -58,7 +58,13 @@ def _nemotron_h() -> Any:
     )
 
 
-CONFIGS = {"llama": _llama, "gemma2": _gemma2, "nemotron_h": _nemotron_h}
+def _deepseek_v2() -> Any:
+    latent = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 4}
+    return transformers.DeepseekV2Config(**{**_COMMON, "num_key_value_heads": 4}, **latent, **experts)
+
+
+CONFIGS = {"llama": _llama, "gemma2": _gemma2, "nemotron_h": _nemotron_h, "deepseek_v2": _deepseek_v2}
 
 
 def make(name: str, folder: Path) -> Path:

@@ -298,6 +298,35 @@ def test_a_stock_peer(engines: Make, checkpoint: Checkpoint, connectors: Any) ->
     control(pair, tokens)
 
 
+@pytest.mark.parametrize(
+    "sides",
+    [{}, {"prefill": {"block_size": 128}, "decode": {"block_size": 64}, **RATIO}],
+    ids=["equal", "different ratios"],
+)
+def test_prefill_reads_what_decode_has_of_an_earlier_turn(
+    engines: Make, checkpoint: Checkpoint, sides: dict[str, Any]
+) -> None:
+    both = {**OURS, "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}}
+    pair = engines(checkpoint("llama"), connectors=(both, both), **sides)
+    back = Pair(pair.decode, pair.prefill)
+    first = prompt(100, 24)
+    answer = pair.decode.ask("generate", prompt=first, tokens=TOKENS, params=prefill(pair, first))
+    assert answer["params"]["remote_num_tokens"] == len(first) + TOKENS - 1
+    second = [*first, *answer["tokens"], *prompt(150, 25)]
+    pair.prefill.ask("moved")
+    pair.prefill.ask("requests")
+    done = pair.prefill.ask("generate", prompt=second, tokens=1, params=answer["params"])
+    moved, requests = pair.prefill.ask("moved"), pair.prefill.ask("requests")
+    check_bytes(back, moved)
+    check_positions(back, moved, requests[0])
+    for side in (pair.prefill, pair.decode):
+        side.ask("step", count=2)
+    pair.decode.ask("moved")
+    got = pair.decode.ask("generate", prompt=second, tokens=TOKENS, params=done["params"])
+    check_bytes(pair, pair.decode.ask("moved"))
+    assert got["tokens"] == alone(pair.decode, second)
+
+
 def test_multi_connector(engines: Make, checkpoint: Checkpoint) -> None:
     def multi(role: str) -> dict[str, Any]:
         child = {**OURS, "kv_connector": "NixlPullConnector", "kv_role": role}

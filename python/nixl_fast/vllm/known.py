@@ -21,7 +21,7 @@ class Feature(NamedTuple):
 
 _AGENT = Feature(
     "agent",
-    ("_pop_done_transfers", "shutdown"),
+    ("_pop_done_transfers", "shutdown", "unregister_kv_caches"),
     "Transfers are made and posted on the engine's thread.",
 )
 _DESCRIPTORS = Feature("descriptor ids", ("_compute_desc_ids",), "vLLM computes descriptor ids, without range checks.")
@@ -85,6 +85,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "NixlBaseConnectorWorker._get_new_notifs": {"1d98e780702f3aeb": "0.30, 0.31, 0.32, 0.33"},
     "NixlBaseConnectorWorker._cleanup_remote_engines": {"": "0.30, 0.31", "2590ddda918b0ce9": "0.32, 0.33"},
     "NixlBaseConnectorWorker._reap_expired_send_leases": {"": "0.30", "0154e510918bb557": "0.31, 0.32, 0.33"},
+    "NixlBaseConnectorWorker.unregister_kv_caches": {"": "0.30, 0.31, 0.32", "ad6e2d091ee4cc1b": "0.33"},
     "NixlBaseConnectorWorker.shutdown": {"d38e2570551dfc84": "0.30, 0.31, 0.32, 0.33"},
     "NixlPullConnectorWorker._get_new_notifs": {"000c29c66a9c569b": "0.30, 0.31", "fa77533d9f0a7960": "0.32, 0.33"},
     "NixlPullConnectorWorker.start_load_kv": {

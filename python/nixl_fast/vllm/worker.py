@@ -53,7 +53,7 @@ FAILURE_PREFIX = b"nixl-fast-failed:"
 
 BlockIds = Sequence[Sequence[int]]
 
-_MOST_SKIPPED = 15
+_MOST_SKIPPED = 63
 """Polls in a row that may be answered without a look at the books."""
 
 
@@ -574,7 +574,13 @@ class PullPairing(Pairing):
             written[group] = [0] * lead + pairs.remote.tolist()
         meta.remote.block_ids = written
         meta.local_physical_block_ids = physical
-        if any(rest.values()) and not stock_clears and not worker._has_mamba and hasattr(meta, "region_blocks_to_zero"):
+        if stock_clears or not any(rest.values()):
+            return
+        if worker.use_host_buffer:  # what lies in the buffer is copied to the device with the rest
+            for group, blocks in rest.items():
+                for layer in worker.kv_cache_config.transfer_groups[group].layer_names:
+                    worker.host_xfer_buffers[layer][blocks] = 0
+        elif not worker._has_mamba and hasattr(meta, "region_blocks_to_zero"):
             homes = worker.region_group_ids or [_SHARED_REGION] * worker.num_regions
             one = not worker._uses_region_group_mapping
             meta.region_blocks_to_zero = [
@@ -679,11 +685,11 @@ class Polling:
             and front.quiet
             and self._nixl_fast_skipped < _MOST_SKIPPED
             and not (worker._reqs_to_send or worker._recv_failures or worker._replicated_pcp_done_sending)
-            and worker._failed_recv_reqs.empty()
-            and all(worker._recving_transfers.values())
+            and not worker._failed_recv_reqs.queue  # without its lock: what comes now is seen by the next poll
+            and [] not in worker._recving_transfers.values()
         ):
             self._nixl_fast_skipped += 1
-            return KVConnectorTransferResults()
+            return KVConnectorTransferResults(set(), set(), set())
         self._nixl_fast_skipped = 0
         return super().get_transfer_results()  # type: ignore[misc]
 
@@ -702,14 +708,23 @@ class Agent:
         )
         worker._nixl_fast_spaces = {}
 
+    def unregister_kv_caches(self) -> None:
+        """As stock's before sleep (from 0.33 on), once nothing moves any more."""
+        self._nixl_fast_settle_front("put to sleep")
+        super().unregister_kv_caches()  # type: ignore[misc]
+
     def shutdown(self) -> None:
         """As stock's; nothing moves any more when it lets go of handles and memory, if the peers let it come to an end."""
-        front = getattr(self, "nixl_wrapper", None)
-        if isinstance(front, AgentFront) and not front.settle(SETTLE_SECONDS):
-            _log.warning("shut down while transfers are on their way")
+        self._nixl_fast_settle_front("shut down")
         super().shutdown()  # type: ignore[misc]
+        front = getattr(self, "nixl_wrapper", None)
         if isinstance(front, AgentFront):
             front.close()
+
+    def _nixl_fast_settle_front(self, what: str) -> None:
+        front = getattr(self, "nixl_wrapper", None)
+        if isinstance(front, AgentFront) and not front.settle(SETTLE_SECONDS):
+            _log.warning("%s while transfers are on their way", what)
 
 
 def _switches(worker: Any) -> Switches:

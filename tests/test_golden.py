@@ -33,8 +33,25 @@ def test_eight_threads_at_once_get_the_pinned_results() -> None:
         assert all(found == PINNED for found in pool.map(results, range(8)))
 
 
-def test_a_new_process_gets_the_pinned_results() -> None:
+def _in_a_new_process(**environment: str) -> Any:
     code = "import golden, json; print(json.dumps(golden.results()))"
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(golden.FILE.parent)}
+    paths = {"PYTHONPATH": str(golden.FILE.parent)}
+    environment = {**os.environ, **paths, **environment}
     printed = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True).stdout
-    assert json.loads(printed) == PINNED
+    return json.loads(printed)
+
+
+def test_a_new_process_gets_the_pinned_results() -> None:
+    assert _in_a_new_process(PYTHONHASHSEED="12345") == PINNED
+
+
+def test_a_lesser_processor_gets_the_pinned_results() -> None:
+    """The core is compiled for one level of processors; numpy chooses by what it finds, and is told to find less."""
+    from numpy._core._multiarray_umath import (  # type: ignore[import-not-found] # noqa: PLC0415 - not public
+        __cpu_dispatch__,
+        __cpu_features__,
+    )
+
+    found = [name for name in __cpu_dispatch__ if __cpu_features__[name]]
+    assert found, "this processor has nothing to do without"
+    assert _in_a_new_process(NPY_DISABLE_CPU_FEATURES=" ".join(found)) == PINNED

@@ -5,7 +5,7 @@ Run in the environment of the vLLM tests::
     uv run --project tests/vllm python benches/vllm_engine_time.py
 
 A producer process registers its memory; this process is the consumer. Per case and per connector, in turn, so that a busy
-machine is busy for both: ``start_load_kv`` of one request, then ``get_transfer_results`` every few milliseconds until it
+machine is busy for both: ``start_load_kv`` of one request, then ``get_transfer_results`` every ten milliseconds until it
 is over, as an engine would between its steps. Reported: the thread's own time in those calls, per request, and the time
 from the start to the completion.
 """
@@ -37,7 +37,7 @@ CASES = {
     "1600 blocks x 64 regions": (64, 4096, 1600),
 }
 STEP_SECONDS = 0.01
-"""What the engine does between two polls; it does not hold the interpreter lock, as a model does not."""
+"""How long the engine is busy between two polls, without the interpreter lock, as a model's step is; ``--step`` changes it."""
 
 
 def _memory(regions: int, blocks: int, value: int) -> list[np.ndarray]:
@@ -167,7 +167,7 @@ class Figures(NamedTuple):
     """Processor time of the calling thread in them: what a busy machine does not add to."""
 
 
-def _request(worker: Any, req_id: str, local: list[int], remote: list[int]) -> Figures:
+def _request(worker: Any, req_id: str, local: list[int], remote: list[int], step: float) -> Figures:
     """Engine-thread seconds and seconds to completion of one request."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
@@ -186,7 +186,7 @@ def _request(worker: Any, req_id: str, local: list[int], remote: list[int]) -> F
     start = spent = longest = time.perf_counter() - begin
     worked = time.thread_time() - worked
     while True:
-        time.sleep(STEP_SECONDS)
+        time.sleep(step)
         at, before = time.perf_counter(), time.thread_time()
         results = worker.get_transfer_results()
         took = time.perf_counter() - at
@@ -216,13 +216,14 @@ def _first_in_line() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def run(name: str, rounds: int, *, own_core: bool = False) -> dict[str, Any]:
+def run(name: str, rounds: int, *, own_core: bool = False, step: float = STEP_SECONDS) -> dict[str, Any]:
     """Measures one case.
 
     Args:
         name: Key of `CASES`.
         rounds: Requests per connector.
         own_core: Whether the engine's thread, stock's and ours alike, goes before all others of the machine.
+        step: Seconds between two polls.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
@@ -260,7 +261,7 @@ def run(name: str, rounds: int, *, own_core: bool = False) -> dict[str, Any]:
             for memory in memories[kind]:
                 memory[local] = 0
             with _first_in_line() if own_core else contextlib.nullcontext():
-                took = _request(workers[kind], f"{kind}-{number}", local, remote)
+                took = _request(workers[kind], f"{kind}-{number}", local, remote, step)
             assert all((memory[local] == 7).all() for memory in memories[kind]), "wrong bytes"
             if number >= 3:  # the first ones connect
                 for key, value in took._asdict().items():
@@ -285,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--step", type=float, default=STEP_SECONDS * 1000, help="milliseconds between two polls")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--own-core",
@@ -294,7 +296,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    results = [run(name, options.rounds, own_core=options.own_core) for name in options.case or CASES]
+    results = [
+        run(name, options.rounds, own_core=options.own_core, step=options.step / 1000) for name in options.case or CASES
+    ]
     if options.json:
         print(json.dumps(results, indent=1))
         return

@@ -362,13 +362,13 @@ def test_a_failed_transfer_is_let_go_of(state: Any) -> None:
 
 def test_a_lost_message_is_reported() -> None:
     agent = Slow()
-    lost: list[Exception] = []
-    front = AgentFront(agent, on_lost_notification=lost.append)
+    lost: list[tuple[bytes, str]] = []
+    front = AgentFront(agent, on_lost_notification=lambda message, error: lost.append((message, str(error))))
     started(front, 0)
     front.send_notif("peer", b"lost")
     agent.gate.set()
     front.drain()
-    assert [str(error) for error in lost] == ["no such peer"]
+    assert lost == [(b"lost", "no such peer")]
     with pytest.raises(RuntimeError, match="no such peer"):
         front.send_notif("peer", b"lost")  # nothing is in the way: the caller hears of it at once
     front.close()
@@ -390,3 +390,58 @@ def test_nothing_starts_after_close() -> None:
 def test_messages_can_be_taken() -> None:
     front = AgentFront(Slow(), take=lambda message: message == b"hello")
     assert front.get_new_notifs() == {"peer": []}
+
+
+def test_messages_that_were_found_outlive_an_error() -> None:
+    agent = Slow()
+    agent.gate.set()
+    front = AgentFront(agent)
+    agent.states[0] = "PROC"
+    handle = started(front, 0)
+    until(lambda: bool(front._notifs))
+    agent.states[0] = "DONE"
+    until(lambda: front.check_xfer_state(handle) == "DONE")
+    agent.get_new_notifs = lambda *_: (_ for _ in ()).throw(RuntimeError("for now"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="for now"):
+        front.get_new_notifs()
+    agent.get_new_notifs = lambda *_: {"peer": [b"later"]}  # type: ignore[method-assign]
+    messages = front.get_new_notifs()["peer"]
+    assert messages[0] == b"hello"
+    assert messages[-1] == b"later"
+    front.close()
+
+
+def test_what_comes_behind_the_end_is_done_by_its_caller() -> None:
+    agent = Slow()
+    agent.gate.set()
+    agent.states[0] = "PROC"
+    front = AgentFront(agent)
+    started(front, 0)
+    front.drain()
+    front.close()
+    front.send_notif("peer", b"last")
+    assert agent.calls[-1] == "notify b'last'"
+    front._put(lambda: agent._enter("late"))  # as a call does that had begun when `close` was called
+    assert agent.calls[-1] == "late"
+    assert threading.current_thread().name in agent.threads
+    assert front.drain(20)
+
+
+def test_a_wait_in_vain_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nixl_fast.vllm import agent as module
+
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.3)
+    agent = Slow()
+    agent.gate.set()
+    agent.states[0] = "PROC"
+    front = AgentFront(agent)
+    started(front, 0)
+    front.drain()
+    begin = time.monotonic()
+    for _ in range(20):
+        front.deregister_memory("descs")
+    assert 0.3 <= time.monotonic() - begin < 3
+    agent.states[0] = "DONE"
+    assert front.settle(20)
+    assert agent.calls.count("deregister") == 20
+    front.close()

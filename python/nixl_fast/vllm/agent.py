@@ -94,8 +94,8 @@ class AgentFront:
     Args:
         agent: The agent; nobody else may use it from now on.
         sync: Make and post on the calling thread, as the agent alone would.
-        on_lost_notification: Called with the error when a message that had been put off could not be sent. Runs on the
-            transfer thread.
+        on_lost_notification: Called with a message that had been put off and could not be sent, and the error. Runs on
+            the transfer thread.
         take: Is shown every message that comes in; those it returns True for are not handed on.
     """
 
@@ -104,7 +104,7 @@ class AgentFront:
         agent: Any,
         *,
         sync: bool = False,
-        on_lost_notification: Callable[[Exception], None] | None = None,
+        on_lost_notification: Callable[[bytes, Exception], None] | None = None,
         take: Callable[[bytes], bool] | None = None,
     ) -> None:
         self._agent = agent
@@ -123,6 +123,8 @@ class AgentFront:
         self._posted: list[PendingTransfer] = []
         """Transfers on their way; only the transfer thread changes it."""
         self._notifs: dict[str, list[bytes]] = {}
+        self._given_up = False
+        """Whether the last `settle` has waited in vain."""
         self._news = False
         """Whether a transfer has ended or a message has come since messages were last asked for."""
 
@@ -309,7 +311,7 @@ class AgentFront:
             except Exception as error:
                 _log.warning("a notification to %s was lost: %s", remote_agent_name, error)
                 if self._on_lost_notification is not None:
-                    self._on_lost_notification(error)
+                    self._on_lost_notification(notif_msg, error)
 
         self._put(send)
 
@@ -321,6 +323,11 @@ class AgentFront:
         if self._enter():
             try:
                 new = self._agent.get_new_notifs(list(backends))
+            except Exception:
+                with self._mutex:  # what the transfer thread had found is for the next call
+                    _merge(out, self._notifs)
+                    self._notifs, self._news = out, True
+                raise
             finally:
                 self._lock.release()
             if out:
@@ -373,11 +380,12 @@ class AgentFront:
         end = monotonic() + timeout
         while (busy := bool(self._outstanding or self._posted)) and not self._closed and monotonic() < end:
             sleep(_SHORTEST_WAIT)
+        self._given_up = busy
         return not busy
 
     def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
         """As the agent's, once nothing moves any more; what still does after some seconds is left to NIXL."""
-        if not self.settle(SETTLE_SECONDS):
+        if self._given_up or not self.settle(SETTLE_SECONDS):
             _log.warning("memory is deregistered while transfers are on their way")
         return self._exclusively(lambda: self._agent.deregister_memory(*args, **kwargs))
 
@@ -386,9 +394,10 @@ class AgentFront:
         if self._closed:
             return
         self.drain(timeout)
-        self._closed = True
-        if self._thread is not None:
+        with self._mutex:  # nothing is put behind the end
+            self._closed = True
             self._jobs.put(None)
+        if self._thread is not None:
             self._thread.join(timeout)
 
     def __getattr__(self, name: str) -> Any:
@@ -434,12 +443,17 @@ class AgentFront:
         return outcome[0]
 
     def _put(self, job: Callable[[], None]) -> None:
+        """Hands a job to the transfer thread; once that has ended, the caller runs it."""
         with self._mutex:
-            self._outstanding += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="nixl-fast-transfer", daemon=True)
-                self._thread.start()
-        self._jobs.put(job)
+            if not self._closed:
+                self._outstanding += 1
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="nixl-fast-transfer", daemon=True)
+                    self._thread.start()
+                self._jobs.put(job)
+                return
+        with self._lock:
+            job()
 
     def _run(self) -> None:
         wait = _SHORTEST_WAIT

@@ -127,3 +127,7 @@ KNOWN: dict[str, dict[str, str]] = {
 }
 """``Class.method``: fingerprint and the releases that have this body, "" where there is no such method; every definition in
 the line of classes."""
+
+HEADS_TAKEN_FOR_TOKENS = {"c8d73964b075d4c6": "0.30 and 0.31"}
+"""Bodies of ``post_process_device_kv_on_receive`` that spoil blocks of a peer with smaller kernel blocks (MLA has one head
+and is not touched by them), and the releases that have them."""

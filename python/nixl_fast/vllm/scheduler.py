@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nixl_fast.vllm.worker import Note
+from nixl_fast.layout import GroupKind
+from nixl_fast.vllm.worker import Note, group_kind
 
 FIRST_BLOCKS = "nixl_fast_first_blocks"
 """Key in ``kv_transfer_params``: per group, the index in the sequence of the first block that the producer lists. Only
-there for lists that begin later than the sequence; a stock consumer ignores it."""
+there if a list begins later than the sequence, or may end later than the last token; a stock consumer ignores it."""
 
 
 class Positions:
@@ -17,7 +18,7 @@ class Positions:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._nixl_fast_ends: dict[str, int] = {}
+        self._nixl_fast_computed: dict[str, int] = {}
         self._nixl_fast_notes: dict[str, Note] = {}
         self._nixl_fast_finished: dict[str, tuple[int | None, tuple[int | None, ...]]] = {}
 
@@ -25,7 +26,7 @@ class Positions:
         """As stock's."""
         result = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
         if result[0]:
-            self._nixl_fast_ends[request.request_id] = num_computed_tokens + result[0]
+            self._nixl_fast_computed[request.request_id] = num_computed_tokens
         return result
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -34,7 +35,8 @@ class Positions:
         req_id = request.request_id
         before = worker._reqs_need_recv.get(req_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
-        end = self._nixl_fast_ends.pop(req_id, None)
+        computed = self._nixl_fast_computed.pop(req_id, None)
+        end = None if computed is None else computed + num_external_tokens
         entry = worker._reqs_need_recv.get(req_id)
         if entry is None or entry is before or num_external_tokens <= 0:
             return
@@ -56,14 +58,17 @@ class Positions:
         """As stock's; tells the consumer where clipped lists begin."""
         worker: Any = self
         delay, params = super().request_finished(request, block_ids)  # type: ignore[misc]
-        self._nixl_fast_ends.pop(request.request_id, None)
+        self._nixl_fast_computed.pop(request.request_id, None)
         if not delay or not params:
             return delay, params
         listed = params.get("remote_block_ids") or ()
         groups = [block_ids[group] for group in worker.kv_cache_config.transfer_group_ids]
         if len(listed) == len(groups):
             first = tuple(_first(list(group), ids) for group, ids in zip(groups, listed, strict=True))
-            if any(first):
+            windows = any(
+                group_kind(group) is GroupKind.SLIDING_WINDOW for group in worker.kv_cache_config.transfer_groups
+            )
+            if any(first) or windows:
                 params[FIRST_BLOCKS] = list(first)
             if request.request_id in getattr(worker, "_newly_finished_push_blocks", ()):
                 self._nixl_fast_finished[request.request_id] = (params.get("remote_num_tokens") or None, first)

@@ -23,12 +23,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from nixl_fast.errors import NixlFastError, PairingError
+from nixl_fast.errors import GeometryError, NixlFastError, PairingError
 from nixl_fast.layout import GroupKind
 from nixl_fast.plan import Direction, expand_block_ids
 from nixl_fast.vllm import shadow
 from nixl_fast.vllm.agent import SETTLE_SECONDS, AgentFront
 from nixl_fast.vllm.descriptors import Ids, IndexSpace, LazyIds, Part
+from nixl_fast.vllm.fingerprint import fingerprint
+from nixl_fast.vllm.known import HEADS_TAKEN_FOR_TOKENS
 from nixl_fast.vllm.pairing import GroupPairs, GroupPlan, GroupRule, SideRule
 from nixl_fast.vllm.switches import Switches, read_switches
 
@@ -50,6 +52,9 @@ _KINDS = {
 
 FAILURE_PREFIX = b"nixl-fast-failed:"
 """Starts the message by which a producer tells a consumer that a push will not come; the request id follows."""
+
+_HEARTBEAT = b"HB:"
+"""Starts vLLM's message that extends leases."""
 
 BlockIds = Sequence[Sequence[int]]
 
@@ -162,7 +167,7 @@ class Descriptors:
         """None for what is left to stock."""
         worker: Any = self
         split = 1 if block_size_ratio is None else block_size_ratio
-        routing = worker._transfer_layer_group_ids
+        routing = getattr(worker, "_transfer_layer_group_ids", ())  # from 0.31 on
         count = len(routing) if routing else worker.num_regions or len(worker.block_len_per_layer)
         blocks = [int(num_blocks * split)] * count
         if region_blocks is not None:
@@ -226,6 +231,13 @@ def _lists(block_ids: Sequence[Ids]) -> list[Ids]:
     return [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in block_ids]
 
 
+def _whole(pairs: GroupPairs, units: int) -> GroupPairs:
+    """With the rest of the last logical block, of ``units`` units on either side."""
+    more = np.arange(1, -(int(pairs.local[-1]) + 1) % units + 1, dtype=np.int32)
+    local, remote = (np.concatenate([side, side[-1] + more]) for side in (pairs.local, pairs.remote))
+    return GroupPairs(local, remote, np.setdiff1d(pairs.unmoved, local))
+
+
 class Request:
     """One request while vLLM's worker turns its block ids into a transfer."""
 
@@ -280,13 +292,16 @@ class Request:
             # Equal blocks move whole, as in stock: what lies behind the last token must not be a former owner's bytes.
             block = rule.local.kernel_tokens * rule.local.ratio
             tokens = -(-tokens // block) * block
-        return self.plans[group].pair(
+        pairs = self.plans[group].pair(
             self.local[group],
             self.remote[group],
             num_tokens=tokens,
             consumer_first=note.consumer_first[group] if note.consumer_first else None,
             producer_first=producer_first if window else None,
         )
+        if window and rule.local[:2] == rule.remote[:2] and len(pairs.local):
+            return _whole(pairs, self.plans[group].units[0])  # tokens that are rounded up would move the window's start
+        return pairs
 
     def select(self, local: BlockIds, remote: BlockIds, *, kernel: bool) -> tuple[list[Ids], list[Ids]]:
         """The paired units of the groups that this rank takes part in; arrays if the request is lazy, else lists.
@@ -422,7 +437,9 @@ class Pairing:
         if note is None:
             note = Note(_computed(worker, meta, plans), None)
         if note.end is not None and tokens:
-            tokens = min(tokens, note.end)
+            if tokens < note.end:
+                raise PairingError(f"the consumer counts on {note.end} tokens, the producer holds {tokens}")
+            tokens = note.end
         lazy = (
             isinstance(self, Descriptors)
             and isinstance(worker.nixl_wrapper, AgentFront)
@@ -449,6 +466,8 @@ class Pairing:
         known = self.__dict__.setdefault("_nixl_fast_known", {})
         if engine in known and known[engine][0] is info:
             return known[engine][1]  # type: ignore[no-any-return]
+        for gone in known.keys() - worker._remote_agents.keys():
+            del known[gone]
         known[engine] = (info, _make_plans(worker, engine, info, direction))
         return known[engine][1]  # type: ignore[no-any-return]
 
@@ -469,10 +488,17 @@ def _make_plans(worker: Any, engine: str, info: Any, direction: Direction) -> tu
         SideRule(*side)
         for side in zip(sizes, ratios, [n // r for n, r in zip(kernel_blocks, ratios, strict=True)], strict=True)
     ]
+    if sizes[0] != sizes[1] and not worker.use_mla:
+        body = fingerprint(getattr(worker, "post_process_device_kv_on_receive", None))
+        if body in HEADS_TAKEN_FOR_TOKENS:
+            raise GeometryError(
+                f"kernel block: local {sizes[0]} tokens, remote {sizes[1]}: vLLM {HEADS_TAKEN_FOR_TOKENS[body]} rearranges "
+                "what arrives with heads and tokens mixed up; use equal kernel blocks, or vLLM 0.32"
+            )
     plans = []
     for group in worker.kv_cache_config.transfer_groups:
         kind, spec = group_kind(group), _inner(group.kv_cache_spec)
-        if kind is None:
+        if kind is None or getattr(group, "host_resident", False):  # whose blocks are those of another pool
             return None
         if kind is not GroupKind.MAMBA and spec.block_size != sizes[0] * ratios[0]:
             return None  # a group with a block size of its own
@@ -580,7 +606,11 @@ class PullPairing(Pairing):
             for group, blocks in rest.items():
                 for layer in worker.kv_cache_config.transfer_groups[group].layer_names:
                     worker.host_xfer_buffers[layer][blocks] = 0
-        elif not worker._has_mamba and hasattr(meta, "region_blocks_to_zero"):
+        elif (
+            hasattr(meta, "region_blocks_to_zero")
+            and not worker._has_mamba
+            and not worker.enable_heterogeneous_attn_post_process  # which stock leaves out for such a request
+        ):
             homes = worker.region_group_ids or [_SHARED_REGION] * worker.num_regions
             one = not worker._uses_region_group_mapping
             meta.region_blocks_to_zero = [
@@ -596,6 +626,12 @@ class PushPairing(Pairing):
 
     def start_load_kv(self, metadata: Any) -> None:
         """As stock's; keeps what the scheduler said about positions."""
+        worker: Any = self
+        if worker.pcp_rank > 0 and not getattr(
+            worker, "pcp_dcp_sharded", False
+        ):  # this rank neither sends nor receives
+            super().start_load_kv(metadata)  # type: ignore[misc]
+            return
         notes: dict[str, tuple[int | None, tuple[int | None, ...]]] = getattr(metadata, "nixl_fast_push", {})
         if notes:
             self.__dict__.setdefault("_nixl_fast_finished", {}).update(notes)
@@ -630,7 +666,11 @@ class PushPairing(Pairing):
         with worker._handshake_lock:
             agents = dict(worker._remote_agents.get(registration["decode_engine_id"]) or {})
         for agent in agents.values():
-            worker.nixl_wrapper.send_notif(agent, notif_msg=FAILURE_PREFIX + registration["request_id"].encode())
+            try:
+                worker.nixl_wrapper.send_notif(agent, notif_msg=FAILURE_PREFIX + registration["request_id"].encode())
+            except Exception:  # the consumer is gone, or hears of it by its own time-out
+                _log.warning("%s could not be told that a push will not come", agent, exc_info=True)
+                worker.xfer_stats.record_failed_notification()
 
     def _nixl_fast_take_failure(self, message: bytes) -> bool:
         """Consumes the message that a push will not come."""
@@ -703,10 +743,14 @@ class Agent:
         worker.nixl_wrapper = AgentFront(
             worker.nixl_wrapper,
             sync=_switches(self).sync,
-            on_lost_notification=lambda _: worker.xfer_stats.record_failed_notification(),
+            on_lost_notification=self._nixl_fast_count_lost,
             take=getattr(self, "_nixl_fast_take_failure", None),
         )
         worker._nixl_fast_spaces = {}
+
+    def _nixl_fast_count_lost(self, message: bytes, _: Exception) -> None:
+        if not message.startswith(_HEARTBEAT):  # the next one makes up for it; stock does not count them
+            self.xfer_stats.record_failed_notification()  # type: ignore[attr-defined]
 
     def unregister_kv_caches(self) -> None:
         """As stock's before sleep (from 0.33 on), once nothing moves any more."""

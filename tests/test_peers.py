@@ -418,18 +418,26 @@ def test_a_push_is_the_same_cut_seen_from_the_producer() -> None:
 
 
 def test_one_list_per_memory_type_with_one_index_space() -> None:
-    def engine(name: str) -> EngineLayout:
-        regions = (Region(1000, 16, 4), Region(2000, 16, 4, mem_type="VRAM", device_id=1), Region(3000, 16, 4))
+    def engine(name: str, blocks: int) -> EngineLayout:
+        regions = (
+            Region(1000, 16, blocks),
+            Region(2000, 16, blocks, mem_type="VRAM", device_id=1),
+            Region(3000, 16, blocks),
+        )
         return EngineLayout(name, (Group(FULL, 16),), regions)
 
-    plan = TransferPlan(engine("d"), engine("p"))
+    plan = TransferPlan(engine("d", 4), engine("p", 6))
     assert [(lane.local_mem_type, lane.local_table[:, 0].tolist(), lane.local_start) for lane in plan.lanes] == [
         ("DRAM", [1000, 3000], 0),
         ("VRAM", [2000], 8),
     ]
+    assert [(lane.remote_mem_type, lane.remote_table[:, 0].tolist(), lane.remote_start) for lane in plan.lanes] == [
+        ("DRAM", [1000, 3000], 0),
+        ("VRAM", [2000], 12),
+    ]
     pairing = plan.pair([[3, 1]], [[0, 2]])
     assert [[ids.tolist() for ids in lane] for lane in plan.split(pairing)] == [
-        [[3, 1, 7, 5], [0, 2, 4, 6]],
+        [[3, 1, 7, 5], [0, 2, 6, 8]],
         [[3, 1], [0, 2]],
     ]
 

@@ -425,6 +425,8 @@ def test_a_lease_runs_out_once_and_a_heartbeat_extends_it(sides: Sides) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo, NixlConnectorMetadata
 
     prefill, decode = sides(kv_lease_duration=300)
+    if not hasattr(prefill.worker, "_reap_expired_send_leases"):
+        pytest.skip("vLLM 0.30 looks no further than the first lease that has not run out")
     asked = Asked(prefill, decode, 100)
     asked.start(prefill, decode)
     asked.finish(prefill, decode)  # they know each other
@@ -549,7 +551,8 @@ def test_a_peer_that_comes_back_with_another_layout(sides: Sides, configs: Calla
         assert asked.finish(again, decode) == (False, True)
         asked.expect(again, decode)
         assert unchanged(decode)
-        assert prefill.engine not in decode.worker._remote_agents
+        if hasattr(decode.worker, "_cleanup_remote_engines"):  # from 0.32 on
+            assert prefill.engine not in decode.worker._remote_agents
     finally:
         again.close()
 

@@ -134,6 +134,8 @@ def test_descriptor_ids(form: str) -> None:
         if form == "flat":
             region_groups = [0] * regions
         if form == "routed":
+            if not hasattr(_classes()[0], "_requires_layer_name_routing"):
+                pytest.skip("vLLM 0.30 does not route by layer name")
             attributes["_transfer_layer_group_ids"] = tuple(rng.choice([0, 1]) for _ in range(regions))
         stock, ours = _both(kinds, **attributes)
         limit = min(counts)

@@ -198,5 +198,15 @@ def indented(value: Any) -> str:
     return "[\n" + ",\n".join(json.dumps(each) for each in value) + "\n]"
 
 
+def processor_features() -> list[str]:
+    """What numpy has code of its own for and finds on this processor."""
+    from numpy._core._multiarray_umath import (  # type: ignore[import-not-found] # noqa: PLC0415 - not public
+        __cpu_dispatch__,
+        __cpu_features__,
+    )
+
+    return [name for name in __cpu_dispatch__ if __cpu_features__[name]]
+
+
 if __name__ == "__main__":
     main()

@@ -327,6 +327,23 @@ def test_a_window_moves_its_last_block_whole() -> None:
         assert pairs.local.tolist() == [10, 11, 16, 17][:count]
         assert pairs.remote.tolist() == [12, 13, 6, 7][:count]
         assert not pairs.unmoved.tolist()
+    pushed = _request(["window"], [[5, 8]], [[6, 3, 9]], 40, [0], sides, Direction.WRITE).pairs(0)
+    assert (pushed.local.tolist(), pushed.remote.tolist()) == ([10, 11, 16, 17], [12, 13, 6, 7])
+    assert pushed.unmoved.tolist() == [18, 19]
+
+
+def test_a_window_that_ends_before_the_producers_blocks_is_refused() -> None:
+    from nixl_fast.vllm.pairing import GroupPlan, GroupRule, SideRule
+
+    sides = [SideRule(32, 1, 60)] * 2
+    plan = GroupPlan(GroupRule(GroupKind.SLIDING_WINDOW, 64, Direction.READ, *sides, 0))
+    for first, tokens in ((10, 288), (10, 300), (12, 96), (40, 288)):
+        with pytest.raises(NixlFastError):
+            plan.pair(
+                [6, 7, 8], [50, 51, 52], num_tokens=tokens, consumer_first=-(-tokens // 32) - 3, producer_first=first
+            )
+    pairs = plan.pair([6, 7, 8], [50, 51, 52, 53], num_tokens=288, consumer_first=6, producer_first=6)
+    assert (pairs.local.tolist(), pairs.remote.tolist()) == ([7, 8], [51, 52])
 
 
 @pytest.mark.parametrize(("kind", "said"), [("window", [0]), ("full", None)])

@@ -123,6 +123,11 @@ class GroupPlan:
                     f"producer lists {len(ids)} blocks from block {producer_first} on, {num_tokens} tokens need "
                     f"{-surplus} more"
                 )
+            if surplus > len(ids):
+                raise PairingError(
+                    f"producer lists blocks from block {producer_first} on, the consumer wants {num_tokens} tokens, which end "
+                    f"{surplus - len(ids)} blocks before that"
+                )
             ids = ids[: len(ids) - surplus]
             local_ids, remote_ids = (local_ids, ids) if self._reads else (ids, remote_ids)
         computed = None if consumer_first is None else [consumer_first]

@@ -231,11 +231,11 @@ def _lists(block_ids: Sequence[Ids]) -> list[Ids]:
     return [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in block_ids]
 
 
-def _whole(pairs: GroupPairs, units: int) -> GroupPairs:
+def _whole(pairs: GroupPairs, units: int, reads: bool) -> GroupPairs:
     """With the rest of the last logical block, of ``units`` units on either side."""
     more = np.arange(1, -(int(pairs.local[-1]) + 1) % units + 1, dtype=np.int32)
     local, remote = (np.concatenate([side, side[-1] + more]) for side in (pairs.local, pairs.remote))
-    return GroupPairs(local, remote, np.setdiff1d(pairs.unmoved, local))
+    return GroupPairs(local, remote, np.setdiff1d(pairs.unmoved, local if reads else remote))
 
 
 class Request:
@@ -300,7 +300,7 @@ class Request:
             producer_first=producer_first if window else None,
         )
         if window and rule.local[:2] == rule.remote[:2] and len(pairs.local):
-            return _whole(pairs, self.plans[group].units[0])  # tokens that are rounded up would move the window's start
+            return _whole(pairs, self.plans[group].units[0], self.reads)  # more tokens would move the window's start
         return pairs
 
     def select(self, local: BlockIds, remote: BlockIds, *, kernel: bool) -> tuple[list[Ids], list[Ids]]:
@@ -437,9 +437,11 @@ class Pairing:
         if note is None:
             note = Note(_computed(worker, meta, plans), None)
         if note.end is not None and tokens:
-            if tokens < note.end:
+            # vLLM computes the last token of a prompt itself; a state is that of one token and no other.
+            state = any(plan.rule.kind is GroupKind.MAMBA for plan in plans)
+            if tokens != note.end if state else tokens < note.end - 1:
                 raise PairingError(f"the consumer counts on {note.end} tokens, the producer holds {tokens}")
-            tokens = note.end
+            tokens = min(tokens, note.end)
         lazy = (
             isinstance(self, Descriptors)
             and isinstance(worker.nixl_wrapper, AgentFront)
@@ -489,11 +491,14 @@ def _make_plans(worker: Any, engine: str, info: Any, direction: Direction) -> tu
         for side in zip(sizes, ratios, [n // r for n, r in zip(kernel_blocks, ratios, strict=True)], strict=True)
     ]
     if sizes[0] != sizes[1] and not worker.use_mla:
-        body = fingerprint(getattr(worker, "post_process_device_kv_on_receive", None))
+        unequal = f"kernel block: local {sizes[0]} tokens, remote {sizes[1]}"
+        if direction is Direction.WRITE:
+            raise GeometryError(f"{unequal}: vLLM rearranges only what decode reads; use equal kernel blocks, or pull")
+        body = fingerprint(getattr(type(worker), "post_process_device_kv_on_receive", None))
         if body in HEADS_TAKEN_FOR_TOKENS:
             raise GeometryError(
-                f"kernel block: local {sizes[0]} tokens, remote {sizes[1]}: vLLM {HEADS_TAKEN_FOR_TOKENS[body]} rearranges "
-                "what arrives with heads and tokens mixed up; use equal kernel blocks, or vLLM 0.32"
+                f"{unequal}: vLLM {HEADS_TAKEN_FOR_TOKENS[body]} rearranges what arrives with heads and tokens mixed up; use "
+                "equal kernel blocks, or vLLM 0.32"
             )
     plans = []
     for group in worker.kv_cache_config.transfer_groups:

@@ -632,9 +632,7 @@ class PushPairing(Pairing):
     def start_load_kv(self, metadata: Any) -> None:
         """As stock's; keeps what the scheduler said about positions."""
         worker: Any = self
-        if worker.pcp_rank > 0 and not getattr(
-            worker, "pcp_dcp_sharded", False
-        ):  # this rank neither sends nor receives
+        if worker.pcp_rank > 0 and not worker.pcp_dcp_sharded:  # this rank neither sends nor receives
             super().start_load_kv(metadata)  # type: ignore[misc]
             return
         notes: dict[str, tuple[int | None, tuple[int | None, ...]]] = getattr(metadata, "nixl_fast_push", {})

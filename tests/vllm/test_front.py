@@ -195,6 +195,17 @@ def started(front: AgentFront, number: int) -> Any:
     return handle
 
 
+def on_its_way() -> tuple[Slow, AgentFront, Any]:
+    """An agent, its front, and a transfer that has been posted and goes on until the agent is told otherwise."""
+    agent = Slow()
+    agent.gate.set()
+    agent.states[0] = "PROC"
+    front = AgentFront(agent)
+    handle = started(front, 0)
+    front.drain()
+    return agent, front, handle
+
+
 def test_the_caller_never_waits_for_a_post() -> None:
     agent = Slow()
     front = AgentFront(agent)
@@ -216,12 +227,7 @@ def test_the_caller_never_waits_for_a_post() -> None:
 
 
 def test_the_caller_stays_out_of_nixl_while_a_transfer_is_on_its_way() -> None:
-    agent = Slow()
-    agent.gate.set()
-    agent.states[0] = "PROC"
-    front = AgentFront(agent)
-    handle = started(front, 0)
-    front.drain()
+    agent, front, handle = on_its_way()
     for _ in range(20):
         assert front.check_xfer_state(handle) == "PROC"
         front.get_new_notifs()
@@ -302,12 +308,7 @@ def test_memory_is_deregistered_behind_everything_handed_over() -> None:
 
 
 def test_memory_is_kept_for_what_still_moves() -> None:
-    agent = Slow()
-    agent.gate.set()
-    agent.states[0] = "PROC"
-    front = AgentFront(agent)
-    handle = started(front, 0)
-    front.drain()
+    agent, front, handle = on_its_way()
     threading.Timer(0.2, agent.states.update, [{0: "DONE"}]).start()
     front.deregister_memory("descs")
     assert front.check_xfer_state(handle) == "DONE"
@@ -412,12 +413,7 @@ def test_messages_that_were_found_outlive_an_error() -> None:
 
 
 def test_what_comes_behind_the_end_is_done_by_its_caller() -> None:
-    agent = Slow()
-    agent.gate.set()
-    agent.states[0] = "PROC"
-    front = AgentFront(agent)
-    started(front, 0)
-    front.drain()
+    agent, front, _ = on_its_way()
     front.close()
     front.send_notif("peer", b"last")
     assert agent.calls[-1] == "notify b'last'"
@@ -431,12 +427,7 @@ def test_a_wait_in_vain_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
     from nixl_fast.vllm import agent as module
 
     monkeypatch.setattr(module, "SETTLE_SECONDS", 0.3)
-    agent = Slow()
-    agent.gate.set()
-    agent.states[0] = "PROC"
-    front = AgentFront(agent)
-    started(front, 0)
-    front.drain()
+    agent, front, _ = on_its_way()
     begin = time.monotonic()
     for _ in range(20):
         front.deregister_memory("descs")
